@@ -1,0 +1,48 @@
+"""One table of kernels: the same function by name, in one or more implementations.
+
+    fill_rows = get_kernel("fill_rows", survival.device.type)
+
+Every kernel has a `reference` in plain torch, which runs on any device and specifies the result. Faster ones are
+added by `register`; nobody else has to know about them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from sgl_kernel_ext.reference import tree
+
+Kernel = Callable[..., Any]
+
+KERNELS: dict[str, dict[str, Kernel]] = {
+    "draft_candidates": {"reference": tree.draft_candidates},
+    "build_tree": {"reference": tree.build_tree},
+    "path_product": {"reference": tree.path_product},
+    "fill_rows": {"reference": tree.fill_rows},
+    "layout_rows": {"reference": tree.layout_rows},
+    "advance_walk": {"reference": tree.advance_walk},
+}
+
+PREFERENCE: dict[str, tuple[str, ...]] = {"cuda": ("triton", "reference"), "cpu": ("cpp", "reference")}
+
+
+def register(name: str, impl: str, fn: Kernel) -> None:
+    """Add an implementation (`reference`, `cpp` or `triton`) of the kernel `name`; the last one registered counts.
+
+    Raises ValueError for an implementation that no device would choose.
+    """
+    known = {choice for order in PREFERENCE.values() for choice in order}
+    if impl not in known:
+        raise ValueError(f"unknown implementation {impl!r} of {name}: expected one of {sorted(known)}")
+    KERNELS.setdefault(name, {})[impl] = fn
+
+
+def get_kernel(name: str, device_type: str) -> Kernel:
+    """The preferred registered implementation of `name` for "cpu", "cuda" or another torch device type.
+
+    Raises KeyError if `name` is unknown or has no implementation that runs on this device.
+    """
+    implementations = KERNELS.get(name, {})
+    for impl in PREFERENCE.get(device_type, ("reference",)):
+        if impl in implementations:
+            return implementations[impl]
+    raise KeyError(f"no kernel {name!r} for {device_type}; registered: {sorted(implementations) or 'none'}")

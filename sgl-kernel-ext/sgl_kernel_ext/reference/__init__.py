@@ -1,0 +1,1 @@
+"""Plain-torch specifications of the kernels."""
