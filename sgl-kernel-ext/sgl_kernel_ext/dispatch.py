@@ -19,7 +19,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "path_product": {"reference": tree.path_product},
     "fill_rows": {"reference": tree.fill_rows},
     "layout_rows": {"reference": tree.layout_rows},
-    "advance_walk": {"reference": tree.advance_walk},
+    "matching_child": {"reference": tree.matching_child},
 }
 
 PREFERENCE: dict[str, tuple[str, ...]] = {"cuda": ("triton", "reference"), "cpu": ("cpp", "reference")}

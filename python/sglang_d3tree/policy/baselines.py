@@ -24,17 +24,13 @@ def _draft_survival(tree: CandidateTree) -> Tensor:
     return path_product(conditional_survival(tree), tree)
 
 
-def chain(
-    candidates: Candidates, anchors: Tensor, max_rows: int, threshold: Tensor | float, cost: VerifyCost
-) -> Plan:
+def chain(candidates: Candidates, anchors: Tensor, max_rows: int, threshold: Tensor | float, cost: VerifyCost) -> Plan:
     """DFlash: the best token of every depth, all of them verified."""
     tree = chain_tree(candidates, anchors, max_rows)
     return tree, tree.valid, _draft_survival(tree)
 
 
-def ddtree(
-    candidates: Candidates, anchors: Tensor, max_rows: int, threshold: Tensor | float, cost: VerifyCost
-) -> Plan:
+def ddtree(candidates: Candidates, anchors: Tensor, max_rows: int, threshold: Tensor | float, cost: VerifyCost) -> Plan:
     """DDTree: best-first, a fixed number of rows per request."""
     tree = build_tree(candidates, anchors, max_rows)
     return tree, tree.valid, _draft_survival(tree)
@@ -60,9 +56,7 @@ def caddtree(
     return tree, keep, survival
 
 
-def d3tree(
-    candidates: Candidates, anchors: Tensor, max_rows: int, threshold: Tensor | float, cost: VerifyCost
-) -> Plan:
+def d3tree(candidates: Candidates, anchors: Tensor, max_rows: int, threshold: Tensor | float, cost: VerifyCost) -> Plan:
     """D3Tree's whole tree: best-first, then only the nodes whose survival reaches the threshold (METHOD 3 and 8)."""
     tree = build_tree(candidates, anchors, max_rows)
     survival = _draft_survival(tree)

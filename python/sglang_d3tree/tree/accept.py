@@ -9,9 +9,9 @@ distinct top candidates of one distribution.
 from dataclasses import dataclass
 
 import torch
+from sgl_kernel_ext.dispatch import get_kernel
 from torch import Tensor
 
-from sgl_kernel_ext.dispatch import get_kernel
 from sglang_d3tree.tree.layout import VerifyRows
 
 
@@ -55,28 +55,34 @@ def advance(rows: VerifyRows, walk: Walk, next_tokens: Tensor, step: int) -> Wal
     next_tokens[r] is what the target says after walk.row[r]; it is ignored for requests that are done. The step
     walk.horizon emits the last possible token and ends every walk. Raises ValueError for a step outside that range.
     """
-    if not 0 <= step <= walk.horizon:
-        raise ValueError(f"step {step} is outside the walk's steps 0..{walk.horizon}")
-    kernel = get_kernel("advance_walk", next_tokens.device.type)
-    row, moved = kernel(
-        rows.token_ids, rows.parent, rows.request, rows.is_padding, walk.row, walk.alive, next_tokens
-    )
-    if step == walk.horizon:
-        row, moved = walk.row, torch.zeros_like(walk.alive)
-    column = torch.arange(walk.horizon + 1, device=next_tokens.device)
-    emitted = walk.alive[:, None] & (column == step)
-    return Walk(
-        row=row,
-        alive=moved,
-        accept_lens=walk.accept_lens + walk.alive,
-        token_ids=torch.where(emitted, next_tokens[:, None], walk.token_ids),
-        path_rows=torch.where(moved[:, None] & (column > step), row[:, None], walk.path_rows),
-    )
+    child = _matching_child(rows, next_tokens[rows.request])
+    return _step(walk, child[walk.row], next_tokens, step)
 
 
 def accept_greedy(rows: VerifyRows, target_tokens: Tensor, horizon: int) -> Walk:
     """The finished walk when target_tokens [T] int64 holds the target's next token after every verify row."""
+    child = _matching_child(rows, target_tokens)
     walk = start_walk(rows, horizon)
     for step in range(horizon + 1):
-        walk = advance(rows, walk, target_tokens[walk.row], step)
+        walk = _step(walk, child[walk.row], target_tokens[walk.row], step)
     return walk
+
+
+def _matching_child(rows: VerifyRows, next_tokens: Tensor) -> Tensor:
+    kernel = get_kernel("matching_child", next_tokens.device.type)
+    return kernel(rows.token_ids, rows.parent, next_tokens)
+
+
+def _step(walk: Walk, child: Tensor, next_tokens: Tensor, step: int) -> Walk:
+    """One step of every walk, child [R] being the row to move to, or -1."""
+    if not 0 <= step <= walk.horizon:
+        raise ValueError(f"step {step} is outside the walk's steps 0..{walk.horizon}")
+    if step == walk.horizon:
+        child = torch.full_like(child, -1)
+    moved = walk.alive & (child >= 0)
+    row = torch.where(moved, child, walk.row)
+    token_ids = walk.token_ids.clone()
+    token_ids[:, step] = next_tokens * walk.alive
+    path_rows = walk.path_rows.clone()
+    path_rows[:, step + 1 :] = row[:, None]  # a walk that is done stays on its last committed row
+    return Walk(row, moved, walk.accept_lens + walk.alive, token_ids, path_rows)

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from sgl_kernel_ext.dispatch import get_kernel
 from torch import Tensor
 
-from sgl_kernel_ext.dispatch import get_kernel
 from sglang_d3tree.tree.candidates import Candidates
 
 
@@ -37,7 +37,7 @@ def build_tree(candidates: Candidates, anchors: Tensor, max_rows: int) -> Candid
         raise ValueError(f"a tree has at least its anchor's row, got max_rows = {max_rows}")
     kernel = get_kernel("build_tree", anchors.device.type)
     fields = kernel(candidates.token_ids, candidates.log_probs, anchors, max_rows)
-    return CandidateTree(*fields, horizon=candidates.token_ids.shape[1])
+    return CandidateTree(*fields, candidates.token_ids.shape[1])
 
 
 def chain_tree(candidates: Candidates, anchors: Tensor, max_rows: int) -> CandidateTree:

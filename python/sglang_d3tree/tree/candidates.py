@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-
 from sgl_kernel_ext.dispatch import get_kernel
+from torch import Tensor
 
 
 @dataclass(frozen=True)

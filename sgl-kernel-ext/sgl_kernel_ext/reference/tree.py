@@ -73,42 +73,56 @@ def build_tree(
     node outside its depth's beam, or below such a node, has max_rows - 1 better ones.
     """
     requests, horizon, topk = token_ids.shape
-    beam = log_probs.new_zeros(requests, 1)
-    root = token_ids.new_zeros(requests, 1)
-    scores, parents, choices, first_parent = [beam], [root], [root], 0
-    for depth in range(horizon if max_rows > 1 else 0):
-        expanded = (beam[:, :, None] + log_probs[:, depth, None, :]).flatten(1)
-        kept = _first_positions(expanded, min(max_rows - 1, expanded.shape[1]))
-        parents.append(kept // topk + first_parent)
-        choices.append(kept % topk + depth * topk)
-        first_parent += beam.shape[1]
-        beam = expanded.gather(1, kept)
-        scores.append(beam)
-    found = first_parent + beam.shape[1]
-    if found < max_rows:
-        scores.append(log_probs.new_full((requests, max_rows - found), -torch.inf))
-        parents.append(root.expand(-1, max_rows - found))
-        choices.append(root.expand(-1, max_rows - found))
+    beam_width = max_rows - 1
+    if horizon * beam_width * topk >= 1 << 31:
+        raise ValueError(f"{max_rows} rows over {horizon} x {topk} candidates cannot be ordered in 32 bits")
+    # One int64 per node: its cost (-score, a non-negative float, whose bit pattern sorts like the number) above its
+    # place (depth * beam_width + position of the parent in its beam) * topk + rank, which breaks ties and says what
+    # the node is. Written as pairs of 32-bit words, the low one first.
+    pairs = token_ids.new_empty((requests, horizon, beam_width, topk, 2), dtype=torch.int32)
+    places = torch.arange(horizon * beam_width * topk, dtype=torch.int32, device=pairs.device)
+    pairs[..., 0] = places.view(horizon, beam_width, topk)
+    costs, keys = pairs.view(torch.float32)[..., 1], pairs.view(torch.int64).flatten(2)
+    step_costs = (-log_probs).unsqueeze(2)
+    beam = log_probs.new_full((requests, beam_width), torch.inf)
+    beam[:, :1] = 0.0  # the anchor; the other entries only keep the shape the same at every depth
+    beams = keys.new_empty(requests, horizon, beam_width)
+    for depth in range(horizon):
+        torch.add(beam.unsqueeze(2), step_costs[:, depth], out=costs[:, depth])
+        best = keys[:, depth].topk(beam_width, largest=False).values
+        beams[:, depth] = best
+        beam = best.view(torch.float32)[:, 1::2]
+    return _best_rows(beams, token_ids, anchors)
 
-    all_scores = torch.cat(scores, 1)
-    order = _first_positions(all_scores, max_rows)
-    log_scores = all_scores.gather(1, order)
-    rows = torch.arange(max_rows, device=token_ids.device)
-    row_of = torch.zeros_like(all_scores, dtype=torch.int64).scatter_(1, order, rows.expand(requests, -1))
-    parent_rows = row_of.gather(1, torch.cat(parents, 1).gather(1, order))
-    choice = torch.cat(choices, 1).gather(1, order)
-    valid = log_scores > -torch.inf
-    is_node = valid & (rows > 0)
-    tokens = torch.where(is_node, token_ids.flatten(1).gather(1, choice), 0)
-    tokens[:, 0] = anchors
-    return (
-        tokens,
-        parent_rows * is_node,
-        (choice // topk + 1) * is_node,
-        (choice % topk) * is_node,
-        log_scores,
-        valid,
+
+def _best_rows(
+    beams: Tensor, token_ids: Tensor, anchors: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """build_tree's result from the keys [R, D, max_rows - 1] of the best nodes per depth."""
+    requests, horizon, beam_width = beams.shape
+    topk = token_ids.shape[2]
+    count = min(beam_width, horizon * beam_width)
+    best, order = beams.flatten(1).topk(count, largest=False)
+    words = best.view(torch.int32).view(requests, count, 2)
+    scores = -words[..., 1].view(torch.float32)
+    place = words[..., 0].long()
+    parent = place // topk  # counted through all beams, the anchor's own beam coming first
+    rank = place % topk
+    depth = parent // max(beam_width, 1)
+    rows = torch.arange(1, count + 1, device=beams.device).expand(requests, -1)
+    row_of = beams.new_zeros(requests, (horizon + 1) * beam_width).scatter_(1, order + beam_width, rows)
+
+    nodes = torch.stack(
+        (token_ids.flatten(1).gather(1, depth * topk + rank), row_of.gather(1, parent), depth + 1, rank)
     )
+    fields = beams.new_zeros(4, requests, beam_width + 1)
+    fields[:, :, 1 : count + 1] = nodes * (scores > -torch.inf)
+    fields[0, :, 0] = anchors
+    log_scores = scores.new_full((requests, beam_width + 1), -torch.inf)
+    log_scores[:, 0] = 0.0
+    log_scores[:, 1 : count + 1] = scores
+    tokens, parents, depths, ranks = fields.unbind(0)
+    return tokens, parents, depths, ranks, log_scores, log_scores > -torch.inf
 
 
 def path_product(conditional: Tensor, parents: Tensor, horizon: int) -> Tensor:
@@ -188,23 +202,12 @@ def layout_rows(
     )
 
 
-def advance_walk(
-    row_tokens: Tensor,
-    row_parent: Tensor,
-    row_request: Tensor,
-    is_padding: Tensor,
-    current: Tensor,
-    alive: Tensor,
-    next_tokens: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Move every living request to the child of its current row that carries its next token.
+def matching_child(token_ids: Tensor, parent: Tensor, next_tokens: Tensor) -> Tensor:
+    """For every verify row, its child that carries the row's next token.
 
-    row_* and is_padding [T] describe the verify rows, current and next_tokens [R] int64, alive [R] bool -> current
-    [R] int64 (unchanged where no child matches), moved [R] bool. At most one child can match, see tree/accept.py.
+    token_ids, parent (own index at anchors and padding) and next_tokens [T] int64 -> [T] int64, -1 where no child
+    matches. At most one can, see tree/accept.py.
     """
-    rows = torch.arange(row_tokens.shape[0], device=row_tokens.device)
-    is_child = (row_parent == current[row_request]) & (row_parent != rows) & ~is_padding
-    matches = is_child & (row_tokens == next_tokens[row_request]) & alive[row_request]
-    child = torch.full_like(current, -1).scatter_reduce_(0, row_request, rows.where(matches, -1), "amax")
-    moved = child >= 0
-    return torch.where(moved, child, current), moved
+    rows = torch.arange(token_ids.shape[0], device=token_ids.device)
+    matches = (token_ids == next_tokens[parent]) & (parent != rows)
+    return torch.full_like(parent, -1).scatter_reduce_(0, parent, rows.where(matches, -1), "amax")
