@@ -1,6 +1,178 @@
-"""CPU kernels: importing this module puts them into the dispatch table."""
+"""C++ kernels for CPU: built on first use, kept per version, replaced by the reference where nothing compiles.
+
+Importing this module puts the CPU kernels into the dispatch table; it does not build anything yet.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
 
 from sgl_kernel_ext.dispatch import register
 from sgl_kernel_ext.reference import attention as reference
+from sgl_kernel_ext.reference.attention import ATTENTION_MODES, AttentionMode, check_attention_inputs
+
+SOURCES = Path(__file__).parent / "csrc"
+CXX_FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast"]
+
+
+class BuildError(RuntimeError):
+    """The C++ kernels could not be built or loaded; the message carries the compiler's words."""
+
+
+@functools.cache
+def load_ops(name: str) -> object:
+    """Build (once per machine and version) and load `csrc/<name>.cpp`.
+
+    The library is kept under TORCH_EXTENSIONS_DIR (default: torch_extensions in the user's cache directory), in a
+    folder named by everything that its machine code depends on. Any number of processes may ask at once: one
+    builds, the others wait.
+
+    Returns:
+        The operator namespace `torch.ops.sgl_kernel_ext_<name>`.
+
+    Raises:
+        BuildError: no compiler, a compile error, or a library that does not load.
+    """
+    try:
+        library = _library_path(name)
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with _only_process(library.with_suffix(".lock")):
+            if not library.exists():
+                _build(name, library)
+        torch.ops.load_library(str(library))
+    except (RuntimeError, OSError, ImportError) as error:
+        raise BuildError(f"cannot build {name}.cpp: {error}") from error
+    return getattr(torch.ops, f"sgl_kernel_ext_{name}")
+
+
+def _library_path(name: str) -> Path:
+    parts = [torch.__version__, sys.version, " ".join(CXX_FLAGS), os.environ.get("CXX", ""), _cpu_features()]
+    identity = hashlib.sha256("\n".join(parts).encode() + (SOURCES / f"{name}.cpp").read_bytes()).hexdigest()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions")
+    return root / f"sgl_kernel_ext_{name}_{identity[:16]}" / f"{name}.so"
+
+
+def _cpu_features() -> str:
+    """What -march=native depends on: home directories are shared between machines, instruction sets are not."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+
+
+@contextmanager
+def _only_process(lock: Path) -> Iterator[None]:
+    """Hold an operating-system lock, which a killed process gives back, unlike a lock file that merely exists."""
+    with lock.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _build(name: str, library: Path) -> None:
+    # Importing the build tools costs a second and logs a line about CUDA: only for those who build.
+    from torch.utils import cpp_extension
+
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder, _ninja_on_path():
+        cpp_extension.load(
+            name=f"sgl_kernel_ext_{name}",
+            sources=[str(SOURCES / f"{name}.cpp")],
+            extra_cflags=CXX_FLAGS,
+            extra_ldflags=["-fopenmp"],
+            build_directory=folder,
+            with_cuda=False,
+            is_python_module=False,
+            is_standalone=False,
+        )
+        # The name appears only once the file is whole. Loading the renamed file again is harmless: it is the same
+        # inode, which the dynamic linker recognises.
+        os.replace(Path(folder) / f"sgl_kernel_ext_{name}.so", library)
+
+
+@contextmanager
+def _ninja_on_path() -> Iterator[None]:
+    """Make an installed `ninja` package visible even when its environment is not activated."""
+    before = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join([before, str(Path(sys.executable).parent)])
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
+
+
+@functools.cache
+def _attention_ops() -> object | None:
+    """The C++ operators, or None (after one warning in this process) when they cannot be built."""
+    try:
+        return load_ops("attention")
+    except BuildError as error:
+        warnings.warn(
+            f"CPU attention runs on its slow torch reference because the C++ kernel is unavailable: {error}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return None
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_table: torch.Tensor,
+    req_rows: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    row_offsets: torch.Tensor,
+    scaling: float,
+    mode: AttentionMode,
+    ancestor_mask: torch.Tensor | None = None,
+    logit_cap: float = 0.0,
+    sliding_window: int = -1,
+) -> torch.Tensor:
+    """Attention of ragged query rows over a paged KV cache, in C++.
+
+    Arguments, result and errors are those of `sgl_kernel_ext.reference.attention.paged_attention`; float32, bfloat16
+    and float16 are accepted, also a cache of another type than q. Work is spread over `torch.get_num_threads()`
+    threads. The first call in a fresh environment compiles for about half a minute.
+
+    Raises:
+        IndexError: slot_table names a slot or row that does not exist.
+
+    Example:
+        >>> import torch
+        >>> from sgl_kernel_ext.cpu import paged_attention
+        >>> cache = torch.randn(64, 2, 16)                   # 64 slots, two KV heads
+        >>> table = torch.arange(64, dtype=torch.int32).view(1, 64)
+        >>> q = torch.randn(3, 4, 16)                        # three tree rows behind a prefix of ten tokens
+        >>> tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
+        >>> request, prefix, offsets = torch.tensor([0]), torch.tensor([10]), torch.tensor([0, 3])
+        >>> paged_attention(q, cache, cache, table, request, prefix, offsets, 0.25, "tree", tree).shape
+        torch.Size([3, 4, 16])
+    """
+    ops = _attention_ops()
+    if ops is None:
+        return reference.paged_attention(
+            q, k_cache, v_cache, slot_table, req_rows, prefix_lens, row_offsets, scaling, mode, ancestor_mask,
+            logit_cap, sliding_window,
+        )  # fmt: skip
+    check_attention_inputs(q, k_cache, v_cache, mode, ancestor_mask)
+    return ops.paged_attention(  # type: ignore[attr-defined]
+        q, k_cache, v_cache, slot_table, req_rows, prefix_lens, row_offsets, scaling, ATTENTION_MODES.index(mode),
+        ancestor_mask, logit_cap, sliding_window,
+    )  # fmt: skip
+
 
 register("paged_attention", "reference", reference.paged_attention)
+register("paged_attention", "cpp", paged_attention)

@@ -1,0 +1,667 @@
+// Paged attention on CPU. The specification is reference/attention.py.
+//
+// One work item is a tile of one request's query rows, all query heads of one KV head, and a range of keys. Each
+// block of keys is gathered from the paged cache once, as float, and used by the whole tile: two small matrix
+// products around an online softmax. Items are handed to threads as they become free.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <vector>
+
+namespace {
+
+constexpr int64_t kLanes = 16;
+constexpr int64_t kBlockKeys = 64;      // keys gathered at once: K and V of a block stay in the L1/L2 cache
+constexpr int64_t kTileQueries = 96;    // query rows x grouped heads that share one gathered block
+constexpr int64_t kMinSplitKeys = 256;  // below this a split costs more than an idle thread
+constexpr float kHidden = -std::numeric_limits<float>::infinity();
+
+// Registers hold kTileRows x kTileVecs accumulators plus the operands.
+#if defined(__AVX512F__)
+constexpr int kTileRows = 12, kTileVecs = 2, kFewRows = 4, kFewRowVecs = 4;
+#else
+constexpr int kTileRows = 6, kTileVecs = 1, kFewRows = 3, kFewRowVecs = 2;
+#endif
+
+using Vec = float __attribute__((vector_size(64)));
+using IntVec = int32_t __attribute__((vector_size(64)));
+using HalfWords = uint16_t __attribute__((vector_size(32)));
+using Words = uint32_t __attribute__((vector_size(64)));
+
+enum class Mode : int64_t { kCausal = 0, kBidirectional = 1, kTree = 2 };
+
+inline int64_t round_up(int64_t value, int64_t step) {
+  return (value + step - 1) / step * step;
+}
+
+inline Vec splat(float value) {
+  return Vec{} + value;
+}
+
+inline Vec load(const float* from) {
+  Vec out;
+  std::memcpy(&out, from, sizeof(out));
+  return out;
+}
+
+inline void store(float* to, Vec value) {
+  std::memcpy(to, &value, sizeof(value));
+}
+
+inline Vec load(const at::BFloat16* from) {
+  HalfWords words;
+  std::memcpy(&words, from, sizeof(words));
+  const Words wide = __builtin_convertvector(words, Words) << 16;
+  Vec out;
+  std::memcpy(&out, &wide, sizeof(out));
+  return out;
+}
+
+inline Vec load(const at::Half* from) {
+  Vec out;
+  for (int64_t i = 0; i < kLanes; ++i) out[i] = static_cast<float>(from[i]);
+  return out;
+}
+
+inline Vec select(IntVec condition, Vec yes, Vec no) {
+  return reinterpret_cast<Vec>((condition & reinterpret_cast<IntVec>(yes)) |
+                               (~condition & reinterpret_cast<IntVec>(no)));
+}
+
+inline Vec vec_max(Vec a, Vec b) {
+  return select(a > b, a, b);
+}
+
+inline Vec vec_min(Vec a, Vec b) {
+  return select(a < b, a, b);
+}
+
+inline float lanes_max(Vec a) {
+  float out = a[0];
+  for (int64_t i = 1; i < kLanes; ++i) out = std::max(out, a[i]);
+  return out;
+}
+
+inline float lanes_sum(Vec a) {
+  float out = 0;
+  for (int64_t i = 0; i < kLanes; ++i) out += a[i];
+  return out;
+}
+
+// e^x to about two units in the last place; exactly 0 below -87, so that hidden keys weigh nothing.
+inline Vec vec_exp(Vec x) {
+  const Vec lowest = splat(-87.0f);
+  const Vec clamped = vec_min(vec_max(x, lowest), splat(88.0f));
+  const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Vec power = (clamped * 1.44269504f + shift) - shift;
+  const Vec rest = clamped - power * 0.693145752f - power * 1.42860677e-6f;
+  Vec sum = splat(1.0f / 5040) * rest + 1.0f / 720;
+  sum = sum * rest + 1.0f / 120;
+  sum = sum * rest + 1.0f / 24;
+  sum = sum * rest + 1.0f / 6;
+  sum = sum * rest + 0.5f;
+  sum = sum * rest + 1.0f;
+  sum = sum * rest + 1.0f;
+  const IntVec exponent = (__builtin_convertvector(power, IntVec) + 127) << 23;
+  return select(x > lowest, sum * reinterpret_cast<Vec>(exponent), Vec{});
+}
+
+inline Vec vec_tanh(Vec x) {
+  return 1.0f - 2.0f / (vec_exp(x + x) + 1.0f);
+}
+
+// ---- small matrix products ------------------------------------------------------------------------------------
+
+// c[Rows, Vecs * 16] = a[Rows, depth] * b[depth, Vecs * 16], plus row_scale * c when kAdd.
+template <int Rows, int Vecs, bool kAdd>
+inline void product_tile(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t depth,
+                         const float* row_scale, float* c, int64_t ldc) {
+  Vec sum[Rows][Vecs];
+  for (int r = 0; r < Rows; ++r)
+    for (int v = 0; v < Vecs; ++v) sum[r][v] = kAdd ? load(c + r * ldc + v * kLanes) * row_scale[r] : Vec{};
+  for (int64_t k = 0; k < depth; ++k) {
+    Vec right[Vecs];
+    for (int v = 0; v < Vecs; ++v) right[v] = load(b + k * ldb + v * kLanes);
+    for (int r = 0; r < Rows; ++r) {
+      const Vec left = splat(a[r * lda + k]);
+      for (int v = 0; v < Vecs; ++v) sum[r][v] += left * right[v];
+    }
+  }
+  for (int r = 0; r < Rows; ++r)
+    for (int v = 0; v < Vecs; ++v) store(c + r * ldc + v * kLanes, sum[r][v]);
+}
+
+template <int Rows, int Vecs, bool kAdd>
+inline void product_last_rows(int64_t rows, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t depth,
+                              const float* row_scale, float* c, int64_t ldc) {
+  if (rows == Rows) {
+    product_tile<Rows, Vecs, kAdd>(a, lda, b, ldb, depth, row_scale, c, ldc);
+  } else if constexpr (Rows > 1) {
+    product_last_rows<Rows - 1, Vecs, kAdd>(rows, a, lda, b, ldb, depth, row_scale, c, ldc);
+  }
+}
+
+template <int MaxRows, int Vecs, bool kAdd>
+inline void product_columns(int64_t rows, int64_t first, int64_t columns, const float* a, int64_t lda, const float* b,
+                            int64_t ldb, int64_t depth, const float* row_scale, float* c, int64_t ldc) {
+  for (int64_t n = first; n < columns; n += Vecs * kLanes) {
+    int64_t m = 0;
+    for (; m + MaxRows <= rows; m += MaxRows)
+      product_tile<MaxRows, Vecs, kAdd>(a + m * lda, lda, b + n, ldb, depth, row_scale + m, c + m * ldc + n, ldc);
+    product_last_rows<MaxRows - 1, Vecs, kAdd>(rows - m, a + m * lda, lda, b + n, ldb, depth, row_scale + m,
+                                               c + m * ldc + n, ldc);
+  }
+}
+
+// columns is a multiple of 16.
+template <bool kAdd>
+void product(int64_t rows, int64_t columns, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t depth,
+             const float* row_scale, float* c, int64_t ldc) {
+  int64_t wide = 0;
+  if (rows <= kFewRows) {
+    wide = columns / (kFewRowVecs * kLanes) * (kFewRowVecs * kLanes);
+    product_columns<kFewRows, kFewRowVecs, kAdd>(rows, 0, wide, a, lda, b, ldb, depth, row_scale, c, ldc);
+  } else {
+    wide = columns / (kTileVecs * kLanes) * (kTileVecs * kLanes);
+    product_columns<kTileRows, kTileVecs, kAdd>(rows, 0, wide, a, lda, b, ldb, depth, row_scale, c, ldc);
+  }
+  product_columns<kTileRows, 1, kAdd>(rows, wide, columns, a, lda, b, ldb, depth, row_scale, c, ldc);
+}
+
+// ---- gathering from the paged cache ---------------------------------------------------------------------------
+
+#if defined(__clang__) || __GNUC__ >= 12
+// Four rounds of interleaving row i with row i + 8 transpose a 16 x 16 block.
+inline void transpose(Vec (&block)[kLanes]) {
+  for (int round = 0; round < 4; ++round) {
+    Vec next[kLanes];
+    for (int i = 0; i < kLanes / 2; ++i) {
+      const Vec a = block[i], b = block[i + kLanes / 2];
+      next[2 * i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+      next[2 * i + 1] =
+          __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    }
+    for (int i = 0; i < kLanes; ++i) block[i] = next[i];
+  }
+}
+#else
+inline void transpose(Vec (&block)[kLanes]) {
+  Vec next[kLanes];
+  for (int i = 0; i < kLanes; ++i)
+    for (int j = 0; j < kLanes; ++j) next[j][i] = block[i][j];
+  for (int i = 0; i < kLanes; ++i) block[i] = next[i];
+}
+#endif
+
+// out[head_dim, kBlockKeys]: keys become columns, absent ones zeros.
+template <typename T>
+void gather_keys(const T* cache, int64_t slot_stride, const int64_t* slots, int64_t count, int64_t head_dim,
+                 float* out) {
+  for (int64_t n = 0; n < count; n += kLanes) {
+    const int64_t present = std::min(kLanes, count - n);
+    int64_t d = 0;
+    for (; d + kLanes <= head_dim; d += kLanes) {
+      Vec block[kLanes];
+      for (int64_t i = 0; i < kLanes; ++i)
+        block[i] = i < present ? load(cache + slots[n + i] * slot_stride + d) : Vec{};
+      transpose(block);
+      for (int64_t i = 0; i < kLanes; ++i) store(out + (d + i) * kBlockKeys + n, block[i]);
+    }
+    for (; d < head_dim; ++d)
+      for (int64_t i = 0; i < kLanes; ++i)
+        out[d * kBlockKeys + n + i] = i < present ? static_cast<float>(cache[slots[n + i] * slot_stride + d]) : 0.0f;
+  }
+}
+
+// out[count, ld]: rows as they are; columns behind value_dim keep what they hold and are never read back.
+template <typename T>
+void gather_values(const T* cache, int64_t slot_stride, const int64_t* slots, int64_t count, int64_t value_dim,
+                   int64_t ld, float* out) {
+  for (int64_t n = 0; n < count; ++n) {
+    const T* row = cache + slots[n] * slot_stride;
+    int64_t d = 0;
+    for (; d + kLanes <= value_dim; d += kLanes) store(out + n * ld + d, load(row + d));
+    for (; d < value_dim; ++d) out[n * ld + d] = static_cast<float>(row[d]);
+  }
+}
+
+// ---- one call ---------------------------------------------------------------------------------------------------
+
+struct Call {
+  const at::Tensor &q, &k_cache, &v_cache, &slot_table;
+  at::Tensor out;
+  const int64_t *req_rows, *prefix_lens, *row_offsets;
+  const bool* mask;
+  int64_t mask_stride;
+  const int64_t* depths;  // per row, only where a window needs positions in a tree
+  float scaling, logit_cap;
+  int64_t window;
+  Mode mode;
+  int64_t group, head_dim, value_dim, value_ld;
+};
+
+struct Item {
+  int64_t request, kv_head;
+  int64_t row_begin, row_end;  // within the request
+  int64_t key_begin, key_end;  // within the request
+  float* partial;              // where an item that sees only part of the keys leaves its state, else null
+};
+
+struct Range {
+  int64_t begin, end;
+};
+
+// Scratch of one thread, kept between calls: fresh pages at every layer would cost more than the arithmetic.
+struct Scratch {
+  std::unique_ptr<float[]> memory;
+  int64_t capacity = 0;
+  float *queries, *keys, *values, *logits, *sums, *row_max, *row_sum, *row_scale;
+
+  void reserve(int64_t queries_n, const Call& call) {
+    const int64_t sizes[] = {queries_n * call.head_dim,      call.head_dim * kBlockKeys, kBlockKeys * call.value_ld,
+                             queries_n * kBlockKeys,         queries_n * call.value_ld,  queries_n,
+                             queries_n,                      queries_n};
+    float** parts[] = {&queries, &keys, &values, &logits, &sums, &row_max, &row_sum, &row_scale};
+    int64_t total = kLanes;
+    for (int64_t size : sizes) total += round_up(size, kLanes);
+    if (total > capacity) {
+      memory = std::make_unique<float[]>(total);
+      capacity = total;
+    }
+    float* next = memory.get();
+    while (reinterpret_cast<uintptr_t>(next) % (kLanes * sizeof(float)) != 0) ++next;
+    for (size_t i = 0; i < std::size(sizes); ++i) {
+      *parts[i] = next;
+      next += round_up(sizes[i], kLanes);
+    }
+  }
+};
+
+// The positions [begin, end) that row `row` may see, before the tree mask.
+Range visible_range(const Call& call, int64_t request, int64_t row) {
+  const int64_t prefix = call.prefix_lens[request];
+  const int64_t first_row = call.row_offsets[request];
+  const int64_t total = prefix + call.row_offsets[request + 1] - first_row;
+  Range range{0, call.mode == Mode::kCausal ? prefix + row + 1 : total};
+  if (call.window < 0) return range;
+  const int64_t position = prefix + (call.mode == Mode::kTree ? call.depths[first_row + row] : row);
+  range.begin = std::max<int64_t>(0, position - call.window);
+  if (call.mode == Mode::kTree) range.begin = std::min(range.begin, prefix);  // own rows carry depths, not indices
+  if (call.mode == Mode::kBidirectional) range.end = std::min(total, position + call.window + 1);
+  return range;
+}
+
+// The union of what the rows [begin, end) may see.
+Range visible_union(const Call& call, int64_t request, int64_t row_begin, int64_t row_end) {
+  Range all = visible_range(call, request, row_begin);
+  for (int64_t row = row_begin + 1; row < row_end; ++row) {
+    const Range range = visible_range(call, request, row);
+    all = {std::min(all.begin, range.begin), std::max(all.end, range.end)};
+  }
+  return all;
+}
+
+void gather_slots(const Call& call, const Item& item, int64_t key, int64_t count, int64_t* slots) {
+  const int64_t at = call.req_rows[item.request] * call.slot_table.stride(0) + key;
+  const int64_t limit = call.k_cache.size(0);
+  if (call.slot_table.scalar_type() == at::kInt) {
+    const int32_t* table = call.slot_table.const_data_ptr<int32_t>() + at;
+    for (int64_t i = 0; i < count; ++i) slots[i] = table[i];
+  } else {
+    const int64_t* table = call.slot_table.const_data_ptr<int64_t>() + at;
+    for (int64_t i = 0; i < count; ++i) slots[i] = table[i];
+  }
+  for (int64_t i = 0; i < count; ++i)
+    TORCH_CHECK_INDEX(slots[i] >= 0 && slots[i] < limit, "paged_attention: slot_table names slot ", slots[i],
+                      " of a KV cache with ", limit, " slots");
+}
+
+template <typename T>
+void gather_queries(const Call& call, const Item& item, float* out) {
+  const int64_t row_stride = call.q.stride(0), head_stride = call.q.stride(1);
+  const T* q = call.q.const_data_ptr<T>() + (call.row_offsets[item.request] + item.row_begin) * row_stride +
+               item.kv_head * call.group * head_stride;
+  for (int64_t row = item.row_begin; row < item.row_end; ++row, q += row_stride)
+    for (int64_t g = 0; g < call.group; ++g, out += call.head_dim)
+      for (int64_t d = 0; d < call.head_dim; ++d)
+        out[d] = static_cast<float>(q[g * head_stride + d]) * call.scaling;
+}
+
+// Overwrite the logits of keys that a row must not see. Rows of `logits` are (row, grouped head).
+void hide_keys(const Call& call, const Item& item, int64_t key, int64_t count, float* logits) {
+  const int64_t prefix = call.prefix_lens[item.request];
+  const int64_t first_row = call.row_offsets[item.request];
+  for (int64_t row = item.row_begin; row < item.row_end; ++row) {
+    const Range range = visible_range(call, item.request, row);
+    const int64_t begin = std::clamp<int64_t>(range.begin - key, 0, count);
+    const int64_t end = std::clamp<int64_t>(range.end - key, 0, count);
+    const int64_t own = std::clamp<int64_t>(prefix - key, 0, count);
+    for (int64_t g = 0; g < call.group; ++g, logits += kBlockKeys) {
+      std::fill(logits, logits + begin, kHidden);
+      std::fill(logits + end, logits + count, kHidden);
+      if (call.mode != Mode::kTree) continue;
+      const bool* ancestors = call.mask + (first_row + row) * call.mask_stride + key - prefix;
+      for (int64_t n = own; n < count; ++n) logits[n] = ancestors[n] ? logits[n] : kHidden;
+      if (call.window < 0) continue;
+      const int64_t* depths = call.depths + first_row + key - prefix;
+      const int64_t shallowest = call.depths[first_row + row] - call.window;
+      for (int64_t n = own; n < count; ++n) logits[n] = depths[n] >= shallowest ? logits[n] : kHidden;
+    }
+  }
+}
+
+void cap_logits(int64_t queries_n, int64_t padded, float cap, float* logits) {
+  for (int64_t m = 0; m < queries_n; ++m, logits += kBlockKeys)
+    for (int64_t n = 0; n < padded; n += kLanes) store(logits + n, cap * vec_tanh(load(logits + n) / cap));
+}
+
+// Turn a block's logits into weights against the running maximum. row_scale is left with the factor that brings
+// what was summed under the previous maximum to the new one.
+void update_softmax(int64_t queries_n, int64_t count, const Scratch& scratch) {
+  const int64_t padded = round_up(count, kLanes);
+  for (int64_t m = 0; m < queries_n; ++m) {
+    float* logits = scratch.logits + m * kBlockKeys;
+    std::fill(logits + count, logits + padded, kHidden);
+    Vec top = load(logits);
+    for (int64_t n = kLanes; n < padded; n += kLanes) top = vec_max(top, load(logits + n));
+    const float before = scratch.row_max[m];
+    const float now = std::max(before, lanes_max(top));
+    const float base = now == kHidden ? 0.0f : now;  // a row that has seen no key yet
+    Vec sum{};
+    for (int64_t n = 0; n < padded; n += kLanes) {
+      const Vec weight = vec_exp(load(logits + n) - base);
+      sum += weight;
+      store(logits + n, weight);
+    }
+    scratch.row_max[m] = now;
+    scratch.row_scale[m] = before == now ? 1.0f : std::exp(before - base);
+    scratch.row_sum[m] = scratch.row_sum[m] * scratch.row_scale[m] + lanes_sum(sum);
+  }
+}
+
+template <typename T>
+void write_rows(const Call& call, int64_t request, int64_t kv_head, Range rows, const float* sums,
+                const float* row_sum) {
+  const int64_t heads = call.out.size(1);
+  T* out = call.out.mutable_data_ptr<T>();
+  for (int64_t row = rows.begin; row < rows.end; ++row) {
+    T* to = out + ((call.row_offsets[request] + row) * heads + kv_head * call.group) * call.value_dim;
+    for (int64_t g = 0; g < call.group; ++g, to += call.value_dim, sums += call.value_ld, ++row_sum) {
+      const float factor = *row_sum > 0 ? 1.0f / *row_sum : 0.0f;
+      for (int64_t d = 0; d < call.value_dim; ++d) to[d] = static_cast<T>(sums[d] * factor);
+    }
+  }
+}
+
+template <typename Fn>
+void with_type(at::ScalarType type, Fn&& fn) {
+  if (type == at::kFloat) return fn(float{});
+  if (type == at::kBFloat16) return fn(at::BFloat16{});
+  if (type == at::kHalf) return fn(at::Half{});
+  TORCH_CHECK_TYPE(false, "paged_attention: float32, bfloat16 or float16 expected, got ", type);
+}
+
+template <typename T>
+void run_item(const Call& call, const Item& item) {
+  static thread_local Scratch scratch;
+  const int64_t queries_n = (item.row_end - item.row_begin) * call.group;
+  scratch.reserve(queries_n, call);
+  with_type(call.q.scalar_type(), [&](auto q) { gather_queries<decltype(q)>(call, item, scratch.queries); });
+  std::fill_n(scratch.row_max, queries_n, kHidden);
+  std::fill_n(scratch.row_sum, queries_n, 0.0f);
+  std::fill_n(scratch.sums, queries_n * call.value_ld, 0.0f);
+
+  Range common{0, call.mode == Mode::kTree ? call.prefix_lens[item.request] : item.key_end};
+  for (int64_t row = item.row_begin; row < item.row_end; ++row) {
+    const Range range = visible_range(call, item.request, row);
+    common = {std::max(common.begin, range.begin), std::min(common.end, range.end)};
+  }
+
+  const T* keys = call.k_cache.const_data_ptr<T>() + item.kv_head * call.k_cache.stride(1);
+  const T* values = call.v_cache.const_data_ptr<T>() + item.kv_head * call.v_cache.stride(1);
+  int64_t slots[kBlockKeys];
+  for (int64_t key = item.key_begin; key < item.key_end; key += kBlockKeys) {
+    const int64_t count = std::min(kBlockKeys, item.key_end - key);
+    const int64_t padded = round_up(count, kLanes);
+    gather_slots(call, item, key, count, slots);
+    gather_keys(keys, call.k_cache.stride(0), slots, count, call.head_dim, scratch.keys);
+    product<false>(queries_n, padded, scratch.queries, call.head_dim, scratch.keys, kBlockKeys, call.head_dim,
+                   scratch.row_scale, scratch.logits, kBlockKeys);
+    if (call.logit_cap > 0) cap_logits(queries_n, padded, call.logit_cap, scratch.logits);
+    if (key < common.begin || key + count > common.end) hide_keys(call, item, key, count, scratch.logits);
+    update_softmax(queries_n, count, scratch);
+    gather_values(values, call.v_cache.stride(0), slots, count, call.value_dim, call.value_ld, scratch.values);
+    product<true>(queries_n, call.value_ld, scratch.logits, kBlockKeys, scratch.values, call.value_ld, count,
+                  scratch.row_scale, scratch.sums, call.value_ld);
+  }
+
+  if (item.partial != nullptr) {
+    float* to = std::copy_n(scratch.sums, queries_n * call.value_ld, item.partial);
+    to = std::copy_n(scratch.row_max, queries_n, to);
+    std::copy_n(scratch.row_sum, queries_n, to);
+    return;
+  }
+  with_type(call.q.scalar_type(), [&](auto q) {
+    write_rows<decltype(q)>(call, item.request, item.kv_head, {item.row_begin, item.row_end}, scratch.sums,
+                            scratch.row_sum);
+  });
+}
+
+// ---- splitting the work -----------------------------------------------------------------------------------------
+
+struct Plan {
+  std::vector<Item> items;
+  std::vector<std::pair<int64_t, int64_t>> merges;  // [first, last) items that share their query rows
+  at::Tensor partials;                              // owns the memory of Item::partial
+  int64_t cost = 0;
+};
+
+int64_t partial_size(const Call& call, const Item& item) {
+  return (item.row_end - item.row_begin) * call.group * (call.value_ld + 2);
+}
+
+// Roughly proportional to time: gathering a key costs about as much as multiplying it with eight queries.
+int64_t item_cost(const Call& call, const Item& item) {
+  return ((item.row_end - item.row_begin) * call.group + 8) * (item.key_end - item.key_begin);
+}
+
+std::vector<Item> make_tiles(const Call& call, int64_t requests) {
+  const int64_t kv_heads = call.k_cache.size(1);
+  const int64_t tile_rows = std::max<int64_t>(1, kTileQueries / call.group);
+  std::vector<Item> tiles;
+  for (int64_t r = 0; r < requests; ++r) {
+    const int64_t rows = call.row_offsets[r + 1] - call.row_offsets[r];
+    for (int64_t row = 0; row < rows; row += tile_rows) {
+      const int64_t row_end = std::min(rows, row + tile_rows);
+      const Range keys = visible_union(call, r, row, row_end);
+      for (int64_t h = 0; h < kv_heads; ++h) tiles.push_back({r, h, row, row_end, keys.begin, keys.end, nullptr});
+    }
+  }
+  return tiles;
+}
+
+// Cut tiles whose keys would keep one thread busy while the others have run out of work.
+Plan make_plan(const Call& call, int64_t requests, int64_t threads) {
+  Plan plan;
+  const std::vector<Item> tiles = make_tiles(call, requests);
+  for (const Item& tile : tiles) plan.cost += item_cost(call, tile);
+  const int64_t fair_share = std::max<int64_t>(1, plan.cost / (3 * threads));
+  int64_t floats = 0;
+  std::vector<int64_t> partial_at;
+  for (const Item& tile : tiles) {
+    const int64_t keys = tile.key_end - tile.key_begin;
+    const int64_t wanted = threads == 1 ? 1 : (item_cost(call, tile) + fair_share - 1) / fair_share;
+    const int64_t pieces = std::clamp<int64_t>(keys / kMinSplitKeys, 1, wanted);
+    const int64_t length = round_up((keys + pieces - 1) / pieces, kBlockKeys);
+    const int64_t first = static_cast<int64_t>(plan.items.size());
+    for (int64_t key = tile.key_begin; key < tile.key_end; key += length) {
+      Item item = tile;
+      item.key_begin = key;
+      item.key_end = std::min(tile.key_end, key + length);
+      plan.items.push_back(item);
+    }
+    const int64_t last = static_cast<int64_t>(plan.items.size());
+    partial_at.resize(last, -1);
+    if (last - first < 2) continue;
+    plan.merges.emplace_back(first, last);
+    for (int64_t i = first; i < last; ++i) {
+      partial_at[i] = floats;
+      floats += partial_size(call, tile);
+    }
+  }
+  if (floats > 0) {
+    plan.partials = at::empty({floats}, call.q.options().dtype(at::kFloat));
+    float* base = plan.partials.mutable_data_ptr<float>();
+    for (size_t i = 0; i < plan.items.size(); ++i)
+      if (partial_at[i] >= 0) plan.items[i].partial = base + partial_at[i];
+  }
+  return plan;
+}
+
+// Combine the states of items over the same rows and different keys into the first one's, and write the rows.
+void merge(const Call& call, const Plan& plan, int64_t first, int64_t last) {
+  const Item& head = plan.items[first];
+  const int64_t queries_n = (head.row_end - head.row_begin) * call.group;
+  float* sums = head.partial;
+  float* row_max = sums + queries_n * call.value_ld;
+  float* row_sum = row_max + queries_n;
+  for (int64_t i = first + 1; i < last; ++i) {
+    const float* other_sums = plan.items[i].partial;
+    const float* other_max = other_sums + queries_n * call.value_ld;
+    const float* other_sum = other_max + queries_n;
+    for (int64_t m = 0; m < queries_n; ++m) {
+      const float top = std::max(row_max[m], other_max[m]);
+      if (top == kHidden) continue;
+      const float mine = std::exp(row_max[m] - top), theirs = std::exp(other_max[m] - top);
+      for (int64_t d = 0; d < call.value_ld; ++d)
+        sums[m * call.value_ld + d] = mine * sums[m * call.value_ld + d] + theirs * other_sums[m * call.value_ld + d];
+      row_sum[m] = mine * row_sum[m] + theirs * other_sum[m];
+      row_max[m] = top;
+    }
+  }
+  with_type(call.q.scalar_type(), [&](auto q) {
+    write_rows<decltype(q)>(call, head.request, head.kv_head, {head.row_begin, head.row_end}, sums, row_sum);
+  });
+}
+
+// Threads take the next index as they finish one, because items differ widely in cost.
+template <typename Fn>
+void for_each_index(int64_t count, int64_t threads, const Fn& fn) {
+  std::atomic<int64_t> next{0};
+  const auto work = [&](int64_t, int64_t) {
+    for (int64_t i = next++; i < count; i = next++) fn(i);
+  };
+  const int64_t workers = std::min(threads, count);
+  if (workers <= 1) {
+    work(0, 1);
+  } else {
+    at::parallel_for(0, workers, 1, work);
+  }
+}
+
+std::vector<int64_t> tree_depths(const Call& call, int64_t requests) {
+  std::vector<int64_t> depths(call.row_offsets[requests]);
+  for (int64_t r = 0; r < requests; ++r) {
+    const int64_t rows = call.row_offsets[r + 1] - call.row_offsets[r];
+    for (int64_t row = call.row_offsets[r]; row < call.row_offsets[r + 1]; ++row) {
+      const bool* ancestors = call.mask + row * call.mask_stride;
+      depths[row] = std::count(ancestors, ancestors + rows, true) - 1;
+    }
+  }
+  return depths;
+}
+
+void check_layout(const Call& call, int64_t requests) {
+  TORCH_CHECK_VALUE(call.row_offsets[0] == 0, "paged_attention: row_offsets must start at 0");
+  for (int64_t r = 0; r < requests; ++r) {
+    const int64_t rows = call.row_offsets[r + 1] - call.row_offsets[r];
+    TORCH_CHECK_VALUE(rows >= 0 && call.prefix_lens[r] >= 0, "paged_attention: request ", r, " has ", rows,
+                      " rows and a prefix of ", call.prefix_lens[r]);
+    TORCH_CHECK_INDEX(call.req_rows[r] >= 0 && call.req_rows[r] < call.slot_table.size(0),
+                      "paged_attention: slot_table has no row ", call.req_rows[r]);
+    TORCH_CHECK_VALUE(call.prefix_lens[r] + rows <= call.slot_table.size(1), "paged_attention: request ", r,
+                      " is longer than a row of slot_table");
+    TORCH_CHECK_VALUE(call.mode != Mode::kTree || rows <= call.mask_stride, "paged_attention: request ", r, " has ",
+                      rows, " rows, more than its ancestor mask has columns");
+  }
+  TORCH_CHECK_VALUE(call.row_offsets[requests] <= call.q.size(0), "paged_attention: q has fewer rows than row_offsets");
+}
+
+at::Tensor paged_attention(const at::Tensor& q_in, const at::Tensor& k_cache, const at::Tensor& v_cache,
+                           const at::Tensor& slot_table, const at::Tensor& req_rows_in,
+                           const at::Tensor& prefix_lens_in, const at::Tensor& row_offsets_in, double scaling,
+                           int64_t mode, const std::optional<at::Tensor>& ancestor_mask, double logit_cap,
+                           int64_t sliding_window) {
+  TORCH_CHECK_VALUE(k_cache.stride(2) == 1 && v_cache.stride(2) == 1 && slot_table.stride(1) == 1,
+                    "paged_attention: the last dimension of k_cache, v_cache and slot_table must be contiguous");
+  TORCH_CHECK_TYPE(k_cache.scalar_type() == v_cache.scalar_type(), "paged_attention: K and V differ in type");
+  TORCH_CHECK_TYPE(slot_table.scalar_type() == at::kInt || slot_table.scalar_type() == at::kLong,
+                   "paged_attention: slot_table must be int32 or int64");
+  const int64_t requests = req_rows_in.numel();
+  TORCH_CHECK_VALUE(prefix_lens_in.numel() == requests && row_offsets_in.numel() == requests + 1,
+                    "paged_attention: req_rows, prefix_lens and row_offsets disagree on the number of requests");
+  const at::Tensor q = q_in.stride(2) == 1 ? q_in : q_in.contiguous();
+  const at::Tensor req_rows = req_rows_in.to(at::kLong).contiguous();
+  const at::Tensor prefix_lens = prefix_lens_in.to(at::kLong).contiguous();
+  const at::Tensor row_offsets = row_offsets_in.to(at::kLong).contiguous();
+  const at::Tensor mask = ancestor_mask ? ancestor_mask->to(at::kBool).contiguous() : at::Tensor();
+
+  Call call{q, k_cache, v_cache, slot_table};
+  call.out = at::empty({q.size(0), q.size(1), v_cache.size(2)}, q.options());
+  call.req_rows = req_rows.const_data_ptr<int64_t>();
+  call.prefix_lens = prefix_lens.const_data_ptr<int64_t>();
+  call.row_offsets = row_offsets.const_data_ptr<int64_t>();
+  call.mask = mask.defined() ? mask.const_data_ptr<bool>() : nullptr;
+  call.mask_stride = mask.defined() ? mask.size(1) : 0;
+  call.scaling = static_cast<float>(scaling);
+  call.logit_cap = static_cast<float>(logit_cap);
+  call.window = sliding_window;
+  call.mode = static_cast<Mode>(mode);
+  call.group = q.size(1) / k_cache.size(1);
+  call.head_dim = q.size(2);
+  call.value_dim = v_cache.size(2);
+  call.value_ld = round_up(call.value_dim, kLanes);
+  check_layout(call, requests);
+  TORCH_CHECK_VALUE(!mask.defined() || mask.size(0) >= call.row_offsets[requests],
+                    "paged_attention: the ancestor mask has fewer rows than row_offsets");
+  std::vector<int64_t> depths;
+  if (call.mode == Mode::kTree && call.window >= 0) depths = tree_depths(call, requests);
+  call.depths = depths.data();
+
+  const int64_t real_rows = call.row_offsets[requests];
+  if (real_rows < q.size(0)) call.out.narrow(0, real_rows, q.size(0) - real_rows).zero_();
+
+  const int64_t threads = at::get_num_threads();
+  const Plan plan = make_plan(call, requests, threads);
+  with_type(k_cache.scalar_type(), [&](auto element) {
+    for_each_index(plan.items.size(), threads, [&](int64_t i) { run_item<decltype(element)>(call, plan.items[i]); });
+  });
+  for_each_index(plan.merges.size(), threads,
+                 [&](int64_t i) { merge(call, plan, plan.merges[i].first, plan.merges[i].second); });
+  return call.out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(sgl_kernel_ext_attention, library) {
+  library.def(
+      "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor slot_table, Tensor req_rows, "
+      "Tensor prefix_lens, Tensor row_offsets, float scaling, int mode, Tensor? ancestor_mask, float logit_cap, "
+      "int sliding_window) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(sgl_kernel_ext_attention, CPU, library) {
+  library.impl("paged_attention", &paged_attention);
+}
