@@ -144,6 +144,9 @@ def test_a_broken_head_cannot_drop_an_anchor():
     assert keep.sum(1).tolist() == [1, 1, 1]
     filled = fill_rows(tree, survival, keep, 8)
     assert is_ancestor_closed(tree, filled)
+    survival = torch.full(tree.valid.shape, 0.9)
+    survival[:, 0] = float("nan")
+    assert torch.equal(fill_rows(tree, survival, tree.valid, 3), torch.arange(10).expand(3, 10) == 0)
 
 
 def test_errors():

@@ -36,8 +36,10 @@ def build_tree(candidates: Candidates, anchors: Tensor, max_rows: int) -> Candid
     if max_rows < 1:
         raise ValueError(f"a tree has at least its anchor's row, got max_rows = {max_rows}")
     kernel = get_kernel("build_tree", anchors.device.type)
-    fields = kernel(candidates.token_ids, candidates.log_probs, anchors, max_rows)
-    return CandidateTree(*fields, candidates.token_ids.shape[1])
+    token_ids, parents, depths, ranks, log_scores, valid = kernel(
+        candidates.token_ids, candidates.log_probs, anchors, max_rows
+    )
+    return CandidateTree(token_ids, parents, depths, ranks, log_scores, valid, candidates.token_ids.shape[1])
 
 
 def chain_tree(candidates: Candidates, anchors: Tensor, max_rows: int) -> CandidateTree:

@@ -134,7 +134,7 @@ def path_product(conditional: Tensor, parents: Tensor, horizon: int) -> Tensor:
     conditional = conditional.clone()
     conditional[:, 0] = 1.0
     survival = conditional
-    for _ in range(horizon):
+    for _ in range(horizon - 1):  # depth 1 is final from the start
         survival = conditional * survival.gather(1, parents)
     return survival
 
