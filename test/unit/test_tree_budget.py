@@ -61,6 +61,7 @@ def test_survival_is_the_product_and_never_rises(tree, seed, kind):
             assert survival[request, row] == expected
     survival = random_survival(tree, seed, kind)
     assert (survival <= survival.gather(1, tree.parents)).all()
+    assert (survival[~tree.valid] == 0).all()
 
 
 @settings(max_examples=80, deadline=None)

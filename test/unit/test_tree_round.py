@@ -10,7 +10,7 @@ from sglang_d3tree.policy.cost import VerifyCost, linear_cost
 from sglang_d3tree.tree.accept import accept_greedy, advance, start_walk
 from sglang_d3tree.tree.budget import fill_rows
 from sglang_d3tree.tree.build import build_tree
-from sglang_d3tree.tree.candidates import draft_candidates
+from sglang_d3tree.tree.candidates import Candidates, draft_candidates
 from sglang_d3tree.tree.layout import layout_rows
 from test_tree_build import random_candidates
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -107,6 +107,10 @@ def test_caddtree_follows_the_cost():
     dear = VerifyCost(0.3, 1 + 10 * torch.arange(MAX_ROWS, dtype=torch.float32))
     assert torch.equal(POLICIES["caddtree"](candidates, anchors, MAX_ROWS, 0.0, free)[1], full)
     assert POLICIES["caddtree"](candidates, anchors, MAX_ROWS, 0.0, dear)[1].sum() == 6
+    tile = VerifyCost(0.3, dear.verify.clone())
+    tile.verify[-1] = 0.1  # measured costs may fall: a tree too small for the cheap row count cannot have it
+    chain = Candidates(candidates.token_ids[..., :1], candidates.log_probs[..., :1], candidates.horizons)
+    assert POLICIES["caddtree"](chain, anchors, MAX_ROWS, 0.0, tile)[1].sum() == 6
     with pytest.raises(ValueError):
         POLICIES["caddtree"](candidates, anchors, MAX_ROWS + 1, 0.0, free)
 
