@@ -27,12 +27,13 @@ constexpr int64_t kBlockKeys = 64;      // keys gathered at once: K and V of a b
 constexpr int64_t kTileQueries = 96;    // query rows x grouped heads that share one gathered block
 constexpr int64_t kMinSplitKeys = 256;  // below this a split costs more than an idle thread
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
+constexpr float kLowest = std::numeric_limits<float>::lowest();
 
 // Registers hold kTileRows x kTileVecs accumulators plus the operands.
 #if defined(__AVX512F__)
-constexpr int kTileRows = 12, kTileVecs = 2, kFewRows = 4, kFewRowVecs = 4;
+constexpr int kTileRows = 6, kTileVecs = 4;
 #else
-constexpr int kTileRows = 6, kTileVecs = 1, kFewRows = 3, kFewRowVecs = 2;
+constexpr int kTileRows = 6, kTileVecs = 1;
 #endif
 
 using Vec = float __attribute__((vector_size(64)));
@@ -47,7 +48,8 @@ inline int64_t round_up(int64_t value, int64_t step) {
 }
 
 inline Vec splat(float value) {
-  return Vec{} + value;
+  const float v = value;  // a plain broadcast; 0 + value would cost an addition to keep the sign of zeros
+  return Vec{v, v, v, v, v, v, v, v, v, v, v, v, v, v, v, v};
 }
 
 inline Vec load(const float* from) {
@@ -88,18 +90,6 @@ inline Vec vec_min(Vec a, Vec b) {
   return select(a < b, a, b);
 }
 
-inline float lanes_max(Vec a) {
-  float out = a[0];
-  for (int64_t i = 1; i < kLanes; ++i) out = std::max(out, a[i]);
-  return out;
-}
-
-inline float lanes_sum(Vec a) {
-  float out = 0;
-  for (int64_t i = 0; i < kLanes; ++i) out += a[i];
-  return out;
-}
-
 // e^x to about two units in the last place; exactly 0 below -87, so that hidden keys weigh nothing.
 inline Vec vec_exp(Vec x) {
   const Vec lowest = splat(-87.0f);
@@ -121,6 +111,29 @@ inline Vec vec_exp(Vec x) {
 inline Vec vec_tanh(Vec x) {
   return 1.0f - 2.0f / (vec_exp(x + x) + 1.0f);
 }
+
+#if defined(__clang__) || __GNUC__ >= 12
+// Four rounds of interleaving row i with row i + 8 transpose a 16 x 16 block.
+inline void transpose(Vec (&block)[kLanes]) {
+  for (int round = 0; round < 4; ++round) {
+    Vec next[kLanes];
+    for (int i = 0; i < kLanes / 2; ++i) {
+      const Vec a = block[i], b = block[i + kLanes / 2];
+      next[2 * i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+      next[2 * i + 1] =
+          __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    }
+    for (int i = 0; i < kLanes; ++i) block[i] = next[i];
+  }
+}
+#else
+inline void transpose(Vec (&block)[kLanes]) {
+  Vec next[kLanes];
+  for (int i = 0; i < kLanes; ++i)
+    for (int j = 0; j < kLanes; ++j) next[j][i] = block[i][j];
+  for (int i = 0; i < kLanes; ++i) block[i] = next[i];
+}
+#endif
 
 // ---- small matrix products ------------------------------------------------------------------------------------
 
@@ -153,57 +166,35 @@ inline void product_last_rows(int64_t rows, const float* a, int64_t lda, const f
   }
 }
 
-template <int MaxRows, int Vecs, bool kAdd>
-inline void product_columns(int64_t rows, int64_t first, int64_t columns, const float* a, int64_t lda, const float* b,
-                            int64_t ldb, int64_t depth, const float* row_scale, float* c, int64_t ldc) {
-  for (int64_t n = first; n < columns; n += Vecs * kLanes) {
-    int64_t m = 0;
-    for (; m + MaxRows <= rows; m += MaxRows)
-      product_tile<MaxRows, Vecs, kAdd>(a + m * lda, lda, b + n, ldb, depth, row_scale + m, c + m * ldc + n, ldc);
-    product_last_rows<MaxRows - 1, Vecs, kAdd>(rows - m, a + m * lda, lda, b + n, ldb, depth, row_scale + m,
-                                               c + m * ldc + n, ldc);
-  }
+template <int Vecs, bool kAdd>
+inline void product_columns(int64_t rows, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t depth,
+                            const float* row_scale, float* c, int64_t ldc) {
+  int64_t m = 0;
+  for (; m + kTileRows <= rows; m += kTileRows)
+    product_tile<kTileRows, Vecs, kAdd>(a + m * lda, lda, b, ldb, depth, row_scale + m, c + m * ldc, ldc);
+  product_last_rows<kTileRows - 1, Vecs, kAdd>(rows - m, a + m * lda, lda, b, ldb, depth, row_scale + m, c + m * ldc,
+                                               ldc);
 }
 
 // columns is a multiple of 16.
 template <bool kAdd>
 void product(int64_t rows, int64_t columns, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t depth,
              const float* row_scale, float* c, int64_t ldc) {
-  int64_t wide = 0;
-  if (rows <= kFewRows) {
-    wide = columns / (kFewRowVecs * kLanes) * (kFewRowVecs * kLanes);
-    product_columns<kFewRows, kFewRowVecs, kAdd>(rows, 0, wide, a, lda, b, ldb, depth, row_scale, c, ldc);
-  } else {
-    wide = columns / (kTileVecs * kLanes) * (kTileVecs * kLanes);
-    product_columns<kTileRows, kTileVecs, kAdd>(rows, 0, wide, a, lda, b, ldb, depth, row_scale, c, ldc);
-  }
-  product_columns<kTileRows, 1, kAdd>(rows, wide, columns, a, lda, b, ldb, depth, row_scale, c, ldc);
+  int64_t n = 0;
+  for (; n + kTileVecs * kLanes <= columns; n += kTileVecs * kLanes)
+    product_columns<kTileVecs, kAdd>(rows, a, lda, b + n, ldb, depth, row_scale, c + n, ldc);
+  for (; n < columns; n += kLanes) product_columns<1, kAdd>(rows, a, lda, b + n, ldb, depth, row_scale, c + n, ldc);
 }
 
 // ---- gathering from the paged cache ---------------------------------------------------------------------------
 
-#if defined(__clang__) || __GNUC__ >= 12
-// Four rounds of interleaving row i with row i + 8 transpose a 16 x 16 block.
-inline void transpose(Vec (&block)[kLanes]) {
-  for (int round = 0; round < 4; ++round) {
-    Vec next[kLanes];
-    for (int i = 0; i < kLanes / 2; ++i) {
-      const Vec a = block[i], b = block[i + kLanes / 2];
-      next[2 * i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-      next[2 * i + 1] =
-          __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-    }
-    for (int i = 0; i < kLanes; ++i) block[i] = next[i];
-  }
+// Slots are scattered, so the hardware cannot guess which lines come next.
+template <typename T>
+void prefetch(const T* cache, int64_t slot_stride, const int64_t* slots, int64_t count, int64_t dim) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t n = 0; n < count; ++n)
+    for (int64_t d = 0; d < dim; d += kLine) __builtin_prefetch(cache + slots[n] * slot_stride + d, 0, 2);
 }
-#else
-inline void transpose(Vec (&block)[kLanes]) {
-  Vec next[kLanes];
-  for (int i = 0; i < kLanes; ++i)
-    for (int j = 0; j < kLanes; ++j) next[j][i] = block[i][j];
-  for (int i = 0; i < kLanes; ++i) block[i] = next[i];
-}
-#endif
 
 // out[head_dim, kBlockKeys]: keys become columns, absent ones zeros.
 template <typename T>
@@ -368,26 +359,44 @@ void cap_logits(int64_t queries_n, int64_t padded, float cap, float* logits) {
 }
 
 // Turn a block's logits into weights against the running maximum. row_scale is left with the factor that brings
-// what was summed under the previous maximum to the new one.
+// what was summed under the previous maximum to the new one. Sixteen rows at a time, so that reducing along their
+// keys is a transpose and a column-wise operation.
 void update_softmax(int64_t queries_n, int64_t count, const Scratch& scratch) {
   const int64_t padded = round_up(count, kLanes);
-  for (int64_t m = 0; m < queries_n; ++m) {
-    float* logits = scratch.logits + m * kBlockKeys;
-    std::fill(logits + count, logits + padded, kHidden);
-    Vec top = load(logits);
-    for (int64_t n = kLanes; n < padded; n += kLanes) top = vec_max(top, load(logits + n));
-    const float before = scratch.row_max[m];
-    const float now = std::max(before, lanes_max(top));
-    const float base = now == kHidden ? 0.0f : now;  // a row that has seen no key yet
-    Vec sum{};
-    for (int64_t n = 0; n < padded; n += kLanes) {
-      const Vec weight = vec_exp(load(logits + n) - base);
-      sum += weight;
-      store(logits + n, weight);
+  for (int64_t first = 0; first < queries_n; first += kLanes) {
+    const int64_t rows = std::min(kLanes, queries_n - first);
+    float* logits = scratch.logits + first * kBlockKeys;
+    Vec lanes[kLanes];
+    for (int64_t m = 0; m < kLanes; ++m) lanes[m] = splat(kHidden);
+    for (int64_t m = 0; m < rows; ++m) {
+      float* row = logits + m * kBlockKeys;
+      std::fill(row + count, row + padded, kHidden);
+      for (int64_t n = 0; n < padded; n += kLanes) lanes[m] = vec_max(lanes[m], load(row + n));
     }
-    scratch.row_max[m] = now;
-    scratch.row_scale[m] = before == now ? 1.0f : std::exp(before - base);
-    scratch.row_sum[m] = scratch.row_sum[m] * scratch.row_scale[m] + lanes_sum(sum);
+    transpose(lanes);
+    const Vec before = load(scratch.row_max + first);
+    Vec now = before;
+    for (int64_t i = 0; i < kLanes; ++i) now = vec_max(now, lanes[i]);
+    const Vec base = vec_max(now, splat(kLowest));  // finite also for a row that has seen no key yet
+    const Vec scale = vec_exp(before - base);
+    store(scratch.row_max + first, now);
+    store(scratch.row_scale + first, scale);
+
+    for (int64_t m = 0; m < rows; ++m) {
+      float* row = logits + m * kBlockKeys;
+      Vec sum{};
+      for (int64_t n = 0; n < padded; n += kLanes) {
+        const Vec weight = vec_exp(load(row + n) - splat(base[m]));
+        sum += weight;
+        store(row + n, weight);
+      }
+      lanes[m] = sum;
+    }
+    for (int64_t m = rows; m < kLanes; ++m) lanes[m] = Vec{};
+    transpose(lanes);
+    Vec sum = load(scratch.row_sum + first) * scale;
+    for (int64_t i = 0; i < kLanes; ++i) sum += lanes[i];
+    store(scratch.row_sum + first, sum);
   }
 }
 
@@ -419,8 +428,8 @@ void run_item(const Call& call, const Item& item) {
   const int64_t queries_n = (item.row_end - item.row_begin) * call.group;
   scratch.reserve(queries_n, call);
   with_type(call.q.scalar_type(), [&](auto q) { gather_queries<decltype(q)>(call, item, scratch.queries); });
-  std::fill_n(scratch.row_max, queries_n, kHidden);
-  std::fill_n(scratch.row_sum, queries_n, 0.0f);
+  std::fill_n(scratch.row_max, round_up(queries_n, kLanes), kHidden);
+  std::fill_n(scratch.row_sum, round_up(queries_n, kLanes), 0.0f);
   std::fill_n(scratch.sums, queries_n * call.value_ld, 0.0f);
 
   Range common{0, call.mode == Mode::kTree ? call.prefix_lens[item.request] : item.key_end};
@@ -431,11 +440,16 @@ void run_item(const Call& call, const Item& item) {
 
   const T* keys = call.k_cache.const_data_ptr<T>() + item.kv_head * call.k_cache.stride(1);
   const T* values = call.v_cache.const_data_ptr<T>() + item.kv_head * call.v_cache.stride(1);
-  int64_t slots[kBlockKeys];
-  for (int64_t key = item.key_begin; key < item.key_end; key += kBlockKeys) {
+  int64_t slot_buffers[2][kBlockKeys];
+  int64_t *slots = slot_buffers[0], *next_slots = slot_buffers[1];
+  gather_slots(call, item, item.key_begin, std::min(kBlockKeys, item.key_end - item.key_begin), slots);
+  for (int64_t key = item.key_begin; key < item.key_end; key += kBlockKeys, std::swap(slots, next_slots)) {
     const int64_t count = std::min(kBlockKeys, item.key_end - key);
     const int64_t padded = round_up(count, kLanes);
-    gather_slots(call, item, key, count, slots);
+    const int64_t next_count = std::min(kBlockKeys, item.key_end - key - count);
+    gather_slots(call, item, key + count, next_count, next_slots);
+    prefetch(keys, call.k_cache.stride(0), next_slots, next_count, call.head_dim);
+    prefetch(values, call.v_cache.stride(0), next_slots, next_count, call.value_dim);
     gather_keys(keys, call.k_cache.stride(0), slots, count, call.head_dim, scratch.keys);
     product<false>(queries_n, padded, scratch.queries, call.head_dim, scratch.keys, kBlockKeys, call.head_dim,
                    scratch.row_scale, scratch.logits, kBlockKeys);

@@ -1,0 +1,114 @@
+"""Changes to SGLang functions that have no registry of their own; ``plugin.py`` installs them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from sglang_d3tree import config
+
+
+def hooks() -> list[Any]:
+    """All hooks, as ``plugin.Hook`` rows."""
+    from sglang_d3tree.plugin import Hook
+
+    rows = [
+        Hook("sglang.srt.server_args.ServerArgs.add_cli_args", after_add_cli_args, "AFTER"),
+        Hook("sglang.srt.server_args.ServerArgs.from_cli_args", after_from_cli_args, "AFTER"),
+    ]
+    rows += [
+        Hook("sglang.srt.managers.scheduler.validate_dflash_request", after_validate_request, "AFTER"),
+        Hook(
+            "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
+            "._update_handlers",
+            after_update_handlers,
+            "AFTER",
+        ),
+        Hook(
+            "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
+            "._add_speculative",
+            after_add_speculative,
+            "AFTER",
+        ),
+    ]
+    if _on_cpu_platform():
+        from sglang_d3tree.runtime.slots import assign_req_to_token
+
+        rows.append(
+            Hook("sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func", assign_req_to_token, "REPLACE")
+        )
+    return rows
+
+
+def _on_cpu_platform() -> bool:
+    from sglang.srt.platforms import current_platform
+
+    from sglang_d3tree.platform import PortableCpuPlatform
+
+    return isinstance(current_platform, PortableCpuPlatform)
+
+
+def after_add_cli_args(result: Any, parser: argparse.ArgumentParser) -> None:
+    """``--help`` and parsing know our flags."""
+    config.add_cli_args(parser)
+
+
+def after_from_cli_args(server_args: Any, *args: Any) -> Any:
+    """Carry our flags on the record; SGLang keeps only its own fields."""
+    namespace = next(arg for arg in args if isinstance(arg, argparse.Namespace))
+    config.remember(server_args, config.take_from_namespace(namespace))
+    return server_args
+
+
+def server_args_from_keywords(**kwargs: Any) -> Any:
+    """``sglang.Engine(speculative_d3tree_policy=...)``: our keywords next to SGLang's."""
+    from sglang.srt.server_args import ServerArgs
+
+    given = config.take_from_keywords(kwargs)
+    server_args = ServerArgs(**kwargs)
+    config.remember(server_args, given)
+    return server_args
+
+
+def after_validate_request(result: str | None, req: Any, enable_overlap: bool) -> str | None:
+    """Answer 400 to what D3TREE cannot do yet, instead of a wrong answer."""
+    from sglang_d3tree.runtime.requests import refusal
+
+    return result or (refusal(req) if _serving_d3tree() else None)
+
+
+def _serving_d3tree() -> bool:
+    from sglang.srt.runtime_context import get_spec
+
+    from sglang_d3tree.runtime.algorithm import ALGORITHM
+
+    return get_spec().speculative_algorithm == ALGORITHM
+
+
+def after_update_handlers(handlers: dict[str, Any], controller: Any) -> dict[str, Any]:
+    """``/set_internal_state`` accepts the options that may change on a running server."""
+    from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected, _UpdateHandler
+
+    if not _serving_d3tree():
+        return handlers
+    worker = controller.scheduler.draft_worker
+
+    def validate(key: str, value: Any) -> None:
+        try:
+            worker.options.replace(**{key.removeprefix("speculative_d3tree_"): value})
+        except ValueError as error:
+            raise UpdateRejected(str(error)) from error
+
+    def apply(key: str, value: Any) -> None:
+        worker.set_options(**{key.removeprefix("speculative_d3tree_"): value})
+
+    for option in config.OPTIONS:
+        if option.runtime:
+            handlers[option.keyword] = _UpdateHandler(validate, apply)
+    return handlers
+
+
+def after_add_speculative(result: Any, controller: Any, state: dict[str, Any]) -> None:
+    """``/server_info`` shows the options in force and what the rounds did."""
+    if _serving_d3tree():
+        state["d3tree"] = controller.scheduler.draft_worker.describe()

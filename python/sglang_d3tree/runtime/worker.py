@@ -1,0 +1,225 @@
+"""The speculative worker: one prefill step, one decode round.
+
+A round is ``draft block -> candidates -> candidate tree -> survival -> verify rows -> target pass -> accepted path
+-> commit``; ``_decode_round`` is that sequence. What SGLang's DFLASH worker already does (draft model runner, draft
+KV pool, prefill that writes target hidden states into the draft KV) is inherited.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+    enable_num_token_non_padded,
+)
+from sglang.srt.runtime_context import get_spec
+from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
+from sglang.srt.speculative.spec_utils import draft_tp_context
+
+from sglang_d3tree.config import D3TreeOptions, options_of
+from sglang_d3tree.policy.baselines import POLICIES
+from sglang_d3tree.policy.cost import linear_cost
+from sglang_d3tree.runtime.accept import accept
+from sglang_d3tree.runtime.metrics import RoundCounters
+from sglang_d3tree.runtime.verifiers import prepare_capture, target_parts, verify_positions
+from sglang_d3tree.runtime.verify_input import TreeVerifyInput
+from sglang_d3tree.runtime.window import RoundWindow, committed_moves, open_window, write_columns
+from sglang_d3tree.tree.accept import Walk
+from sglang_d3tree.tree.candidates import draft_candidates
+from sglang_d3tree.tree.layout import VerifyRows, layout_rows
+
+logger = logging.getLogger(__name__)
+
+
+class D3TreeWorker(DFlashWorkerV2):
+    """Drives the draft and target model runners of one scheduler process."""
+
+    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
+        self.options: D3TreeOptions = options_of(server_args)
+        self.counters = RoundCounters()
+        self.window_width = int(get_spec().speculative_num_draft_tokens)
+        block_size = int(get_spec().speculative_dflash_block_size)
+        # The parent takes SGLang's verify width for the block size; here the drafter is narrower than the verify.
+        with get_spec().override(speculative_num_draft_tokens=block_size):
+            super().__init__(server_args, gpu_id, nccl_port, target_worker)
+        prepare_capture(self.model_runner.model)
+        self._target_parts = target_parts(self.model_runner.model, self.draft_model)
+        self._verify_cost = linear_cost(self.options.max_rows, device=self.device)
+        if torch.device(self.device).type == "cpu":
+            # The fused table kernel is Triton; the module's torch path computes the same.
+            for layer in self.draft_model.layers:
+                layer.self_attn.use_table_qk_norm_rope = False
+        logger.info(
+            "D3TREE: policy %s, block size %d, at most %d rows per request. The draft checkpoint has no trained "
+            "head: survival is the draft path probability.",
+            self.options.policy,
+            self.block_size,
+            self.options.max_rows,
+        )
+
+    def set_options(self, **changes: Any) -> None:
+        """Change run-time options between two rounds."""
+        self.options = self.options.replace(**changes)
+        logger.info("D3TREE options changed: %s", changes)
+
+    def describe(self) -> dict[str, Any]:
+        """What ``/server_info`` shows: options in force and averages since start-up."""
+        return {
+            "policy": self.options.policy,
+            "threshold": self.options.threshold,
+            "max_rows": self.options.max_rows,
+            "topk": self.options.topk,
+            "block_size": self.block_size,
+            **self.counters.summary(),
+        }
+
+    def forward_batch_generation(
+        self, batch: Any, on_publish: Any = None, grammar_barrier: Any = None, pp_proxy_tensors: Any = None
+    ) -> GenerationBatchResult:
+        decoding = not (batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle())
+        if decoding:
+            return self._decode_round(batch, on_publish)
+        return super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
+
+    def _validate_phase1_sampling_support(self, batch: Any) -> None:
+        # The parent warns that sampling falls back to greedy; this worker samples everywhere.
+        return
+
+    def _decode_round(self, batch: Any, on_publish: Any) -> GenerationBatchResult:
+        anchors = batch.spec_info.bonus_tokens.view(-1)
+        window = open_window(batch, self.model_runner, self.window_width)
+
+        draft_logits = self._draft_block(batch, window, anchors)
+        candidates = draft_candidates(draft_logits, self.options.topk)
+        tree, keep, _ = POLICIES[self.options.policy](
+            candidates, anchors, self.options.max_rows, self.options.threshold, self._verify_cost
+        )
+        rows = layout_rows(tree, keep, capacity=window.num_requests * self.options.max_rows)
+
+        target = self._verify(batch, window, rows)
+        walk = accept(
+            target.next_token_logits, batch.sampling_info, self._sampler, rows, tree.horizon, window.prefix_lens
+        )
+        new_seq_lens = window.prefix_lens + walk.accept_lens
+        if on_publish is not None:
+            on_publish(new_seq_lens)
+
+        self._commit(window, rows, walk, target.hidden_states)
+        target.hidden_states = None
+        self.counters.record(rows, walk)
+        return self._result(target, walk, new_seq_lens)
+
+    def _draft_block(self, batch: Any, window: RoundWindow, anchors: torch.Tensor) -> torch.Tensor:
+        """One draft pass over ``[anchor, MASK x (B - 1)]`` of every request.
+
+        Returns:
+            [R, B - 1, V] logits of the tokens after each anchor.
+        """
+        requests, block = window.num_requests, self.block_size
+        block_ids = torch.full((requests, block), self._mask_token_id, dtype=torch.int64, device=self.device)
+        block_ids[:, 0] = anchors
+        positions = (window.prefix_lens.unsqueeze(1) + self._block_pos_offsets).flatten()
+        embeddings = self._target_parts.embed(block_ids.flatten()) * self._noise_embed_scale
+        forward_batch = ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=requests,
+            input_ids=block_ids.flatten(),
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=window.prefix_lens,
+            out_cache_loc=None,
+            seq_lens_sum=batch.seq_lens_sum,
+            seq_lens_cpu=batch.seq_lens_cpu,
+            positions=positions,
+            input_embeds=embeddings,
+            spec_algorithm=batch.spec_algorithm,
+            spec_info=TreeVerifyInput(
+                draft_token=block_ids.flatten(),
+                positions=positions,
+                draft_token_num=block,
+                capture_hidden_mode=CaptureHiddenMode.NULL,
+            ),
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            num_token_non_padded=(
+                torch.full((), requests * block, dtype=torch.int32, device=self.device)
+                if enable_num_token_non_padded()
+                else None
+            ),
+            global_num_token_non_padded_cpu=requests * block,
+            can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,
+        )
+        window.plan.bind(forward_batch, self.draft_model_runner.kv_index_translator, cols=slice(0, block))
+        with torch.inference_mode(), draft_tp_context(self.draft_parallel_layout):
+            output = self.draft_model_runner.forward(forward_batch)
+        hidden = output.logits_output.hidden_states.view(requests, block, -1)[:, 1:]
+        return self._target_parts.logits(hidden)
+
+    def _verify(self, batch: Any, window: RoundWindow, rows: VerifyRows) -> LogitsProcessorOutput:
+        """The target's pass over all retained trees: logits [T, V] and captured hidden states [T, layers * H]."""
+        positions = torch.where(rows.is_padding, 0, window.prefix_lens[rows.request] + rows.depths)
+        batch.forward_mode = ForwardMode.TARGET_VERIFY
+        batch.input_ids = rows.token_ids
+        batch.spec_info = TreeVerifyInput(
+            draft_token=rows.token_ids,
+            positions=positions,
+            draft_token_num=self.options.max_rows,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            verify_rows=rows,
+        )
+        forward_batch = ForwardBatch.init_new(
+            batch,
+            self.model_runner,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            return_hidden_states_before_norm=False,
+            spec_mrope_positions=verify_positions(self.model_runner, batch, rows, positions),
+            kv_loc_plan=window.plan,
+            write_cols=write_columns(rows, window.width),
+        )
+        output = self.target_worker.forward_batch_generation(
+            batch=None, forward_batch=forward_batch, is_verify=True
+        )
+        return output.logits_output
+
+    def _commit(self, window: RoundWindow, rows: VerifyRows, walk: Walk, hidden: torch.Tensor) -> None:
+        """Keep the accepted path: its KV in consecutive slots, its target hidden states in the draft KV."""
+        target, source = committed_moves(window, rows, walk)
+        physical = window.plan.write_physical
+        self.model_runner.token_to_kv_pool.move_kv_cache(physical[target], physical[source])
+
+        length = walk.path_rows.shape[1]
+        draft_slots = self._draft_write_ids(window.plan).view(window.num_requests, -1)[:, :length]
+        positions = window.prefix_lens.unsqueeze(1) + torch.arange(length, device=walk.path_rows.device)
+        self._append_target_hidden_to_draft_kv_by_loc(
+            target_hidden=hidden[walk.path_rows.flatten()],
+            cache_loc=draft_slots.flatten(),
+            cache_loc_2d=draft_slots,
+            positions=positions.flatten(),
+            commit_lens=walk.accept_lens,
+        )
+
+    def _result(
+        self, target: LogitsProcessorOutput, walk: Walk, new_seq_lens: torch.Tensor
+    ) -> GenerationBatchResult:
+        last = (walk.accept_lens - 1).unsqueeze(1)
+        return GenerationBatchResult(
+            logits_output=target,
+            next_token_ids=walk.token_ids.flatten(),
+            accept_lens=walk.accept_lens,
+            next_draft_input=make_draft_input_v2(
+                bonus_tokens=walk.token_ids.gather(1, last).squeeze(1), new_seq_lens=new_seq_lens
+            ),
+            speculative_num_draft_tokens=self.window_width,
+            speculative_output_stride=walk.token_ids.shape[1],
+            new_seq_lens=new_seq_lens,
+        )
+
+    @property
+    def _sampler(self) -> Any:
+        return self.model_runner.sampler
