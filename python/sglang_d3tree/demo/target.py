@@ -44,7 +44,7 @@ CONTEXT_LENGTH = 8192
 SYSTEM_PROMPT = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 # Increase when the same inputs should give different files, so that old builds are replaced.
-RECIPE_VERSION = 1
+RECIPE_VERSION = 2
 MANIFEST = "d3tree_manifest.json"
 
 CHAT_TEMPLATE = (
@@ -252,13 +252,13 @@ def build_processor(tokenizer: Any) -> Any:
     """Qwen2.5-VL's processor with every image resized to about 112 x 112 pixels.
 
     A square image becomes exactly 8 x 8 patches = 16 tokens; other shapes keep their aspect ratio at nearly
-    the same area (Qwen's rule), so they may take a few tokens more or less.
+    the same area (Qwen's rule), so they may take a few tokens more or less. The area limits leave two pixels of
+    slack per side: with 112 x 112 as both limits, rounding turns a 300 x 300 image into 84 x 84.
     """
     from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
-    pixels = IMAGE_SIDE * IMAGE_SIDE
     shared = {
-        "size": {"shortest_edge": pixels, "longest_edge": pixels},
+        "size": {"shortest_edge": (IMAGE_SIDE - 2) ** 2, "longest_edge": (IMAGE_SIDE + 2) ** 2},
         "patch_size": PATCH,
         "temporal_patch_size": TEMPORAL_PATCH,
         "merge_size": MERGE,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import heapq
+import itertools
 import json
 import logging
 import math
@@ -104,17 +105,13 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
 
-    def _keys_values(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _keys_values(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x: [..., H] -> rotated keys and values, [..., kv_heads, head_dim]."""
         shape = (*x.shape[:-1], self.kv_heads, self.head_dim)
         k = rotate(self.k_norm(self.k_proj(x).view(shape)), cos, sin)
         return k, self.v_proj(x).view(shape)
 
-    def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: BlockContext
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: BlockContext) -> torch.Tensor:
         """x: [S, A, B, H] (S sequences, A blocks each); cos, sin: [S, A, B, 1, head_dim / 2]."""
         s, a, b, _ = x.shape
         g, kv, d = self.heads // self.kv_heads, self.kv_heads, self.head_dim
@@ -159,9 +156,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = MLP(c)
 
-    def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: BlockContext
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: BlockContext) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, context)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -188,9 +183,7 @@ class DrafterModel(nn.Module):
         """Captured target states [..., K * H] -> context features [..., H]."""
         return self.hidden_norm(self.fc(target_hidden))
 
-    def forward(
-        self, block_embeds: torch.Tensor, anchors: torch.Tensor, target_hidden: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, block_embeds: torch.Tensor, anchors: torch.Tensor, target_hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states of many blocks, ready for the target's LM head.
 
         block_embeds: [S, A, B, H], the target's embeddings of the block inputs. anchors: [S, A], positions of the
@@ -437,9 +430,7 @@ class ReducedHead:
         self.others = (self.lookup < 0).nonzero().squeeze(1)
         self.sample = min(sample, len(self.others))
 
-    def cross_entropy(
-        self, hidden: torch.Tensor, labels: torch.Tensor, generator: torch.Generator
-    ) -> torch.Tensor:
+    def cross_entropy(self, hidden: torch.Tensor, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """hidden: [N, H], labels: [N] -> losses [N]."""
         slot = self.lookup[labels]
         rare, inverse = labels[slot < 0].unique(return_inverse=True)
@@ -476,9 +467,7 @@ def block_loss(
 # ---------------------------------------------------------------- validation
 
 
-def tree_accept_length(
-    log_probs: list[list[float]], ids: list[list[int]], truth: list[int], nodes: int
-) -> int:
+def tree_accept_length(log_probs: list[list[float]], ids: list[list[int]], truth: list[int], nodes: int) -> int:
     """Tokens emitted in a round whose tree holds the ``nodes`` best paths of the marginals (bonus included).
 
     log_probs, ids: [depths][candidates], best first. truth: the target's next tokens.
@@ -515,9 +504,7 @@ def _round_lengths(
         hit = best.indices[..., 0] == batch.labels[i]
         hits.append(hit)
         chain.append((hit.long().cumprod(dim=-1).sum(dim=-1) + 1).tolist())
-        tree.append(
-            [tree_accept_length(p, c, t, nodes) for p, c, t in zip(log_probs, ids, truth, strict=True)]
-        )
+        tree.append([tree_accept_length(p, c, t, nodes) for p, c, t in zip(log_probs, ids, truth, strict=True)])
     return chain, tree, torch.stack(hits)
 
 
@@ -556,8 +543,8 @@ def evaluate(
         )
         batch = make_blocks(rows, anchors, b, model.config.mask_token_id)
         c_len, t_len, hit = _round_lengths(model, ends, batch, nodes)
-        chain += sum(c_len, [])
-        tree += sum(t_len, [])
+        chain += itertools.chain.from_iterable(c_len)
+        tree += itertools.chain.from_iterable(t_len)
         hits.append(hit.flatten(0, 1))
     if not chain:
         raise ValueError("no held-out conversation is long enough for validation")
@@ -640,7 +627,11 @@ def draw_block_size(options: TrainOptions, progress: float, generator: torch.Gen
 
 
 def draw_batch(
-    conversations: Sequence[Conversation], config: DrafterConfig, options: TrainOptions, block_size: int, rng: torch.Generator
+    conversations: Sequence[Conversation],
+    config: DrafterConfig,
+    options: TrainOptions,
+    block_size: int,
+    rng: torch.Generator,
 ) -> BlockBatch:
     """Random conversations (by answer length) and random anchors in each."""
     sizes = torch.tensor([len(anchor_range(c)) for c in conversations], dtype=torch.float32)
