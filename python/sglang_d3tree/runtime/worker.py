@@ -52,6 +52,8 @@ class D3TreeWorker(DFlashWorkerV2):
             super().__init__(server_args, gpu_id, nccl_port, target_worker)
         prepare_capture(self.model_runner.model)
         self._target_parts = target_parts(self.model_runner.model, self.draft_model)
+        # Embeddings handed over with a batch are cast to bfloat16 on the way; the model's own look-up is not.
+        self.draft_model.forward_embed = self._embed_block
         self._verify_cost = linear_cost(self.options.max_rows, device=self.device)
         if torch.device(self.device).type == "cpu":
             # The fused table kernel is Triton; the module's torch path computes the same.
@@ -64,6 +66,9 @@ class D3TreeWorker(DFlashWorkerV2):
             self.block_size,
             self.options.max_rows,
         )
+
+    def _embed_block(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._target_parts.embed(token_ids) * self._noise_embed_scale
 
     def set_options(self, **changes: Any) -> None:
         """Change run-time options between two rounds."""
@@ -127,7 +132,6 @@ class D3TreeWorker(DFlashWorkerV2):
         block_ids = torch.full((requests, block), self._mask_token_id, dtype=torch.int64, device=self.device)
         block_ids[:, 0] = anchors
         positions = (window.prefix_lens.unsqueeze(1) + self._block_pos_offsets).flatten()
-        embeddings = self._target_parts.embed(block_ids.flatten()) * self._noise_embed_scale
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=requests,
@@ -138,7 +142,6 @@ class D3TreeWorker(DFlashWorkerV2):
             seq_lens_sum=batch.seq_lens_sum,
             seq_lens_cpu=batch.seq_lens_cpu,
             positions=positions,
-            input_embeds=embeddings,
             spec_algorithm=batch.spec_algorithm,
             spec_info=TreeVerifyInput(
                 draft_token=block_ids.flatten(),
