@@ -13,6 +13,7 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,15 +109,18 @@ def main() -> None:
     options = parser.parse_args()
     cpu.load_ops("attention")
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; ms per call, minimum of {options.repeats}")
-    print(f"{'case':<24}{'type':<10}{'torch_native':>13}{'d3tree_cpu':>12}{'faster':>9}" + "  reference" * options.reference)
+    print(
+        f"{'case':<24}{'type':<10}{'torch_native':>13}{'d3tree_cpu':>12}{'faster':>9}"
+        + "  reference" * options.reference
+    )
     for name in options.dtypes:
         for case in CASES:
             arguments = make_arguments(case, getattr(torch, name))
             stock = best_ms(make_stock(case, arguments), options.repeats)
-            ours = best_ms(lambda a=arguments: cpu.paged_attention(**a), options.repeats)  # type: ignore[misc]
+            ours = best_ms(partial(cpu.paged_attention, **arguments), options.repeats)
             line = f"{case.name:<24}{name:<10}{stock:>13.3f}{ours:>12.3f}{stock / ours:>8.1f}x"
             if options.reference:
-                line += f"{best_ms(lambda a=arguments: reference.paged_attention(**a), options.repeats):>11.3f}"  # type: ignore[misc]
+                line += f"{best_ms(partial(reference.paged_attention, **arguments), options.repeats):>11.3f}"
             print(line, flush=True)
 
 

@@ -95,7 +95,6 @@ def _build(name: str, library: Path) -> None:
             build_directory=folder,
             with_cuda=False,
             is_python_module=False,
-            is_standalone=False,
         )
         # The name appears only once the file is whole. Loading the renamed file again is harmless: it is the same
         # inode, which the dynamic linker recognises.

@@ -13,6 +13,7 @@ pytest.importorskip("sglang")
 from sgl_kernel_ext.reference.attention import paged_attention
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_d3tree.runtime.attention_cpu import create_backend
@@ -42,10 +43,32 @@ class Pool:
         return self.values
 
 
-def make_runner(dtype: torch.dtype = torch.float32) -> Any:
+class WindowPool(SWAKVPool):
+    """A hybrid pool whose only layer is a sliding-window one, with slots numbered apart from the full pool's."""
+
+    def __init__(self) -> None:
+        self.swa_layer_nums = 1
+        self.layers_mapping = {0: (0, True)}
+        order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(4))
+        self.full_to_swa_index_mapping = torch.cat([order, torch.tensor([-1])])
+        plain = Pool()
+        self.dtype, self.keys, self.values = plain.dtype, torch.empty_like(plain.keys), torch.empty_like(plain.values)
+        self.keys[order], self.values[order] = plain.keys, plain.values
+
+    def set_kv_buffer(self, layer: RadixAttention, location: Any, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.keys[location.swa_loc], self.values[location.swa_loc] = k, v
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.keys
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.values
+
+
+def make_runner(dtype: torch.dtype = torch.float32, pool: Any = None) -> Any:
     table = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(2)).view(4, 64).int()
     return SimpleNamespace(
-        device="cpu", token_to_kv_pool=Pool(dtype), req_to_token_pool=SimpleNamespace(req_to_token=table)
+        device="cpu", token_to_kv_pool=pool or Pool(dtype), req_to_token_pool=SimpleNamespace(req_to_token=table)
     )
 
 
@@ -107,6 +130,18 @@ def test_equals_torch_native(case: str, dtype: torch.dtype, window: int) -> None
     torch.testing.assert_close(*outputs, **tolerance)
     torch.testing.assert_close(pools[0].keys, pools[1].keys, rtol=0, atol=0)
     torch.testing.assert_close(pools[0].values, pools[1].values, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_window_layers_of_a_hybrid_cache_read_their_own_slots(case: str) -> None:
+    mode, prefixes, rows = CASES[case]
+    layer, outputs = make_layer(sliding_window_size=6), []
+    for pool in (Pool(), WindowPool()):
+        runner = make_runner(pool=pool)
+        backend, batch = create_backend(runner), make_batch(runner, mode, prefixes, rows)
+        backend.init_forward_metadata(batch)
+        outputs.append(backend.forward(*qkv(sum(rows)), layer, batch))
+    torch.testing.assert_close(*outputs, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("attn_type", [AttentionType.DECODER, AttentionType.ENCODER_ONLY])

@@ -1,8 +1,8 @@
 // Paged attention on CPU. The specification is reference/attention.py.
 //
-// One work item is a tile of one request's query rows, all query heads of one KV head, and a range of keys. Each
-// block of keys is gathered from the paged cache once, as float, and used by the whole tile: two small matrix
-// products around an online softmax. Items are handed to threads as they become free.
+// One work item is a tile of one request's query rows, one or all KV heads with their query heads, and a range of
+// keys. Each block of keys is gathered from the paged cache once, as float, and used by the whole tile: two small
+// matrix products around an online softmax. Items are handed to threads as they become free.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -12,12 +12,14 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <vector>
 
 namespace {
@@ -25,6 +27,7 @@ namespace {
 constexpr int64_t kLanes = 16;
 constexpr int64_t kBlockKeys = 64;      // keys gathered at once: K and V of a block stay in the L1/L2 cache
 constexpr int64_t kTileQueries = 96;    // query rows x grouped heads that share one gathered block
+constexpr int64_t kFewQueries = 16;     // up to here memory is the limit, and slots are read whole, head after head
 constexpr int64_t kMinSplitKeys = 256;  // below this a split costs more than an idle thread
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
 constexpr float kLowest = std::numeric_limits<float>::lowest();
@@ -244,7 +247,8 @@ struct Call {
 };
 
 struct Item {
-  int64_t request, kv_head;
+  int64_t request;
+  int64_t head_begin, head_end;  // KV heads
   int64_t row_begin, row_end;  // within the request
   int64_t key_begin, key_end;  // within the request
   float* partial;              // where an item that sees only part of the keys leaves its state, else null
@@ -254,30 +258,46 @@ struct Range {
   int64_t begin, end;
 };
 
-// Scratch of one thread, kept between calls: fresh pages at every layer would cost more than the arithmetic.
-struct Scratch {
-  std::unique_ptr<float[]> memory;
-  int64_t capacity = 0;
-  float *queries, *keys, *values, *logits, *sums, *row_max, *row_sum, *row_scale;
+// What one KV head of an item carries from block to block. Per query (row, grouped head): its vector, the weighted
+// sum of values, the running maximum and the sum of weights.
+struct HeadState {
+  float *queries, *sums, *row_max, *row_sum;
+};
 
-  void reserve(int64_t queries_n, const Call& call) {
-    const int64_t sizes[] = {queries_n * call.head_dim,      call.head_dim * kBlockKeys, kBlockKeys * call.value_ld,
-                             queries_n * kBlockKeys,         queries_n * call.value_ld,  queries_n,
-                             queries_n,                      queries_n};
-    float** parts[] = {&queries, &keys, &values, &logits, &sums, &row_max, &row_sum, &row_scale};
-    int64_t total = kLanes;
-    for (int64_t size : sizes) total += round_up(size, kLanes);
-    if (total > capacity) {
-      memory = std::make_unique<float[]>(total);
-      capacity = total;
+// Scratch of one thread, kept between calls: fresh pages at every layer would cost more than the arithmetic.
+class Scratch {
+ public:
+  float *keys, *values, *logits, *row_scale;
+
+  void reserve(const Call& call, int64_t heads, int64_t queries_n) {
+    const int64_t padded = round_up(queries_n, kLanes);
+    sizes_ = {padded * call.head_dim, padded * call.value_ld, padded, padded};
+    const int64_t shared[] = {call.head_dim * kBlockKeys, kBlockKeys * call.value_ld, padded * kBlockKeys, padded};
+    head_size_ = std::accumulate(sizes_.begin(), sizes_.end(), int64_t{0});
+    const int64_t total = kLanes + std::accumulate(std::begin(shared), std::end(shared), heads * head_size_);
+    if (total > capacity_) {
+      memory_ = std::make_unique<float[]>(total);
+      capacity_ = total;
     }
-    float* next = memory.get();
+    float* next = memory_.get();
     while (reinterpret_cast<uintptr_t>(next) % (kLanes * sizeof(float)) != 0) ++next;
-    for (size_t i = 0; i < std::size(sizes); ++i) {
-      *parts[i] = next;
-      next += round_up(sizes[i], kLanes);
-    }
+    float** parts[] = {&keys, &values, &logits, &row_scale};
+    for (size_t i = 0; i < std::size(shared); next += shared[i++]) *parts[i] = next;
+    heads_ = next;
   }
+
+  HeadState head(int64_t index) const {
+    float* queries = heads_ + index * head_size_;
+    float* sums = queries + sizes_[0];
+    float* row_max = sums + sizes_[1];
+    return {queries, sums, row_max, row_max + sizes_[2]};
+  }
+
+ private:
+  std::unique_ptr<float[]> memory_;
+  int64_t capacity_ = 0, head_size_ = 0;
+  std::array<int64_t, 4> sizes_{};
+  float* heads_ = nullptr;
 };
 
 // The positions [begin, end) that row `row` may see, before the tree mask.
@@ -320,10 +340,10 @@ void gather_slots(const Call& call, const Item& item, int64_t key, int64_t count
 }
 
 template <typename T>
-void gather_queries(const Call& call, const Item& item, float* out) {
+void gather_queries(const Call& call, const Item& item, int64_t kv_head, float* out) {
   const int64_t row_stride = call.q.stride(0), head_stride = call.q.stride(1);
   const T* q = call.q.const_data_ptr<T>() + (call.row_offsets[item.request] + item.row_begin) * row_stride +
-               item.kv_head * call.group * head_stride;
+               kv_head * call.group * head_stride;
   for (int64_t row = item.row_begin; row < item.row_end; ++row, q += row_stride)
     for (int64_t g = 0; g < call.group; ++g, out += call.head_dim)
       for (int64_t d = 0; d < call.head_dim; ++d)
@@ -361,7 +381,7 @@ void cap_logits(int64_t queries_n, int64_t padded, float cap, float* logits) {
 // Turn a block's logits into weights against the running maximum. row_scale is left with the factor that brings
 // what was summed under the previous maximum to the new one. Sixteen rows at a time, so that reducing along their
 // keys is a transpose and a column-wise operation.
-void update_softmax(int64_t queries_n, int64_t count, const Scratch& scratch) {
+void update_softmax(int64_t queries_n, int64_t count, const Scratch& scratch, const HeadState& state) {
   const int64_t padded = round_up(count, kLanes);
   for (int64_t first = 0; first < queries_n; first += kLanes) {
     const int64_t rows = std::min(kLanes, queries_n - first);
@@ -374,12 +394,12 @@ void update_softmax(int64_t queries_n, int64_t count, const Scratch& scratch) {
       for (int64_t n = 0; n < padded; n += kLanes) lanes[m] = vec_max(lanes[m], load(row + n));
     }
     transpose(lanes);
-    const Vec before = load(scratch.row_max + first);
+    const Vec before = load(state.row_max + first);
     Vec now = before;
     for (int64_t i = 0; i < kLanes; ++i) now = vec_max(now, lanes[i]);
     const Vec base = vec_max(now, splat(kLowest));  // finite also for a row that has seen no key yet
     const Vec scale = vec_exp(before - base);
-    store(scratch.row_max + first, now);
+    store(state.row_max + first, now);
     store(scratch.row_scale + first, scale);
 
     for (int64_t m = 0; m < rows; ++m) {
@@ -394,19 +414,18 @@ void update_softmax(int64_t queries_n, int64_t count, const Scratch& scratch) {
     }
     for (int64_t m = rows; m < kLanes; ++m) lanes[m] = Vec{};
     transpose(lanes);
-    Vec sum = load(scratch.row_sum + first) * scale;
+    Vec sum = load(state.row_sum + first) * scale;
     for (int64_t i = 0; i < kLanes; ++i) sum += lanes[i];
-    store(scratch.row_sum + first, sum);
+    store(state.row_sum + first, sum);
   }
 }
 
 template <typename T>
-void write_rows(const Call& call, int64_t request, int64_t kv_head, Range rows, const float* sums,
-                const float* row_sum) {
+void write_rows(const Call& call, const Item& item, int64_t kv_head, const float* sums, const float* row_sum) {
   const int64_t heads = call.out.size(1);
   T* out = call.out.mutable_data_ptr<T>();
-  for (int64_t row = rows.begin; row < rows.end; ++row) {
-    T* to = out + ((call.row_offsets[request] + row) * heads + kv_head * call.group) * call.value_dim;
+  for (int64_t row = item.row_begin; row < item.row_end; ++row) {
+    T* to = out + ((call.row_offsets[item.request] + row) * heads + kv_head * call.group) * call.value_dim;
     for (int64_t g = 0; g < call.group; ++g, to += call.value_dim, sums += call.value_ld, ++row_sum) {
       const float factor = *row_sum > 0 ? 1.0f / *row_sum : 0.0f;
       for (int64_t d = 0; d < call.value_dim; ++d) to[d] = static_cast<T>(sums[d] * factor);
@@ -422,24 +441,52 @@ void with_type(at::ScalarType type, Fn&& fn) {
   TORCH_CHECK_TYPE(false, "paged_attention: float32, bfloat16 or float16 expected, got ", type);
 }
 
-template <typename T>
-void run_item(const Call& call, const Item& item) {
-  static thread_local Scratch scratch;
-  const int64_t queries_n = (item.row_end - item.row_begin) * call.group;
-  scratch.reserve(queries_n, call);
-  with_type(call.q.scalar_type(), [&](auto q) { gather_queries<decltype(q)>(call, item, scratch.queries); });
-  std::fill_n(scratch.row_max, round_up(queries_n, kLanes), kHidden);
-  std::fill_n(scratch.row_sum, round_up(queries_n, kLanes), 0.0f);
-  std::fill_n(scratch.sums, queries_n * call.value_ld, 0.0f);
-
+// The keys that every row of the item sees, so that blocks inside need no mask.
+Range visible_to_all(const Call& call, const Item& item) {
   Range common{0, call.mode == Mode::kTree ? call.prefix_lens[item.request] : item.key_end};
   for (int64_t row = item.row_begin; row < item.row_end; ++row) {
     const Range range = visible_range(call, item.request, row);
     common = {std::max(common.begin, range.begin), std::min(common.end, range.end)};
   }
+  return common;
+}
 
-  const T* keys = call.k_cache.const_data_ptr<T>() + item.kv_head * call.k_cache.stride(1);
-  const T* values = call.v_cache.const_data_ptr<T>() + item.kv_head * call.v_cache.stride(1);
+int64_t item_queries(const Call& call, const Item& item) {
+  return (item.row_end - item.row_begin) * call.group;
+}
+
+// What an item that sees only part of the keys leaves behind, per head: sums, row_max, row_sum.
+int64_t partial_size(const Call& call, const Item& item) {
+  return item_queries(call, item) * (call.value_ld + 2);
+}
+
+void write_partial(const Call& call, const Item& item, const HeadState& state, float* to) {
+  const int64_t queries_n = item_queries(call, item);
+  to = std::copy_n(state.sums, queries_n * call.value_ld, to);
+  to = std::copy_n(state.row_max, queries_n, to);
+  std::copy_n(state.row_sum, queries_n, to);
+}
+
+template <typename T>
+void run_item(const Call& call, const Item& item) {
+  static thread_local Scratch scratch;
+  const int64_t queries_n = item_queries(call, item), heads = item.head_end - item.head_begin;
+  const int64_t padded_queries = round_up(queries_n, kLanes);
+  const at::ScalarType q_type = call.q.scalar_type();
+  scratch.reserve(call, heads, queries_n);
+  for (int64_t h = 0; h < heads; ++h) {
+    const HeadState state = scratch.head(h);
+    with_type(q_type, [&](auto q) { gather_queries<decltype(q)>(call, item, item.head_begin + h, state.queries); });
+    std::fill_n(state.sums, queries_n * call.value_ld, 0.0f);
+    std::fill_n(state.row_max, padded_queries, kHidden);
+    std::fill_n(state.row_sum, padded_queries, 0.0f);
+  }
+
+  const Range common = visible_to_all(call, item);
+  const int64_t k_slot = call.k_cache.stride(0), k_head = call.k_cache.stride(1);
+  const int64_t v_slot = call.v_cache.stride(0), v_head = call.v_cache.stride(1);
+  const T* all_keys = call.k_cache.const_data_ptr<T>() + item.head_begin * k_head;
+  const T* all_values = call.v_cache.const_data_ptr<T>() + item.head_begin * v_head;
   int64_t slot_buffers[2][kBlockKeys];
   int64_t *slots = slot_buffers[0], *next_slots = slot_buffers[1];
   gather_slots(call, item, item.key_begin, std::min(kBlockKeys, item.key_end - item.key_begin), slots);
@@ -448,29 +495,33 @@ void run_item(const Call& call, const Item& item) {
     const int64_t padded = round_up(count, kLanes);
     const int64_t next_count = std::min(kBlockKeys, item.key_end - key - count);
     gather_slots(call, item, key + count, next_count, next_slots);
-    prefetch(keys, call.k_cache.stride(0), next_slots, next_count, call.head_dim);
-    prefetch(values, call.v_cache.stride(0), next_slots, next_count, call.value_dim);
-    gather_keys(keys, call.k_cache.stride(0), slots, count, call.head_dim, scratch.keys);
-    product<false>(queries_n, padded, scratch.queries, call.head_dim, scratch.keys, kBlockKeys, call.head_dim,
-                   scratch.row_scale, scratch.logits, kBlockKeys);
-    if (call.logit_cap > 0) cap_logits(queries_n, padded, call.logit_cap, scratch.logits);
-    if (key < common.begin || key + count > common.end) hide_keys(call, item, key, count, scratch.logits);
-    update_softmax(queries_n, count, scratch);
-    gather_values(values, call.v_cache.stride(0), slots, count, call.value_dim, call.value_ld, scratch.values);
-    product<true>(queries_n, call.value_ld, scratch.logits, kBlockKeys, scratch.values, call.value_ld, count,
-                  scratch.row_scale, scratch.sums, call.value_ld);
+    for (int64_t h = 0; h < heads; ++h) {
+      const HeadState state = scratch.head(h);
+      const T *keys = all_keys + h * k_head, *values = all_values + h * v_head;
+      prefetch(keys, k_slot, next_slots, next_count, call.head_dim);
+      prefetch(values, v_slot, next_slots, next_count, call.value_dim);
+      gather_keys(keys, k_slot, slots, count, call.head_dim, scratch.keys);
+      product<false>(queries_n, padded, state.queries, call.head_dim, scratch.keys, kBlockKeys, call.head_dim,
+                     scratch.row_scale, scratch.logits, kBlockKeys);
+      if (call.logit_cap > 0) cap_logits(queries_n, padded, call.logit_cap, scratch.logits);
+      if (key < common.begin || key + count > common.end) hide_keys(call, item, key, count, scratch.logits);
+      update_softmax(queries_n, count, scratch, state);
+      gather_values(values, v_slot, slots, count, call.value_dim, call.value_ld, scratch.values);
+      product<true>(queries_n, call.value_ld, scratch.logits, kBlockKeys, scratch.values, call.value_ld, count,
+                    scratch.row_scale, state.sums, call.value_ld);
+    }
   }
 
-  if (item.partial != nullptr) {
-    float* to = std::copy_n(scratch.sums, queries_n * call.value_ld, item.partial);
-    to = std::copy_n(scratch.row_max, queries_n, to);
-    std::copy_n(scratch.row_sum, queries_n, to);
-    return;
+  for (int64_t h = 0; h < heads; ++h) {
+    const HeadState state = scratch.head(h);
+    if (item.partial != nullptr) {
+      write_partial(call, item, state, item.partial + h * partial_size(call, item));
+    } else {
+      with_type(q_type, [&](auto q) {
+        write_rows<decltype(q)>(call, item, item.head_begin + h, state.sums, state.row_sum);
+      });
+    }
   }
-  with_type(call.q.scalar_type(), [&](auto q) {
-    write_rows<decltype(q)>(call, item.request, item.kv_head, {item.row_begin, item.row_end}, scratch.sums,
-                            scratch.row_sum);
-  });
 }
 
 // ---- splitting the work -----------------------------------------------------------------------------------------
@@ -482,16 +533,12 @@ struct Plan {
   int64_t cost = 0;
 };
 
-int64_t partial_size(const Call& call, const Item& item) {
-  return (item.row_end - item.row_begin) * call.group * (call.value_ld + 2);
-}
-
-// Roughly proportional to time: gathering a key costs about as much as multiplying it with eight queries.
+// Roughly proportional to time: gathering a key costs about as much as multiplying it with sixteen queries.
 int64_t item_cost(const Call& call, const Item& item) {
-  return ((item.row_end - item.row_begin) * call.group + 8) * (item.key_end - item.key_begin);
+  return (item_queries(call, item) + 16) * (item.key_end - item.key_begin) * (item.head_end - item.head_begin);
 }
 
-std::vector<Item> make_tiles(const Call& call, int64_t requests) {
+std::vector<Item> make_tiles(const Call& call, int64_t requests, int64_t threads) {
   const int64_t kv_heads = call.k_cache.size(1);
   const int64_t tile_rows = std::max<int64_t>(1, kTileQueries / call.group);
   std::vector<Item> tiles;
@@ -500,7 +547,10 @@ std::vector<Item> make_tiles(const Call& call, int64_t requests) {
     for (int64_t row = 0; row < rows; row += tile_rows) {
       const int64_t row_end = std::min(rows, row + tile_rows);
       const Range keys = visible_union(call, r, row, row_end);
-      for (int64_t h = 0; h < kv_heads; ++h) tiles.push_back({r, h, row, row_end, keys.begin, keys.end, nullptr});
+      const bool enough_work = requests >= 2 * threads || keys.end - keys.begin >= 2 * kMinSplitKeys;
+      const int64_t heads = (row_end - row) * call.group <= kFewQueries && enough_work ? kv_heads : 1;
+      for (int64_t h = 0; h < kv_heads; h += heads)
+        tiles.push_back({r, h, h + heads, row, row_end, keys.begin, keys.end, nullptr});
     }
   }
   return tiles;
@@ -509,7 +559,7 @@ std::vector<Item> make_tiles(const Call& call, int64_t requests) {
 // Cut tiles whose keys would keep one thread busy while the others have run out of work.
 Plan make_plan(const Call& call, int64_t requests, int64_t threads) {
   Plan plan;
-  const std::vector<Item> tiles = make_tiles(call, requests);
+  const std::vector<Item> tiles = make_tiles(call, requests, threads);
   for (const Item& tile : tiles) plan.cost += item_cost(call, tile);
   const int64_t fair_share = std::max<int64_t>(1, plan.cost / (3 * threads));
   int64_t floats = 0;
@@ -532,7 +582,7 @@ Plan make_plan(const Call& call, int64_t requests, int64_t threads) {
     plan.merges.emplace_back(first, last);
     for (int64_t i = first; i < last; ++i) {
       partial_at[i] = floats;
-      floats += partial_size(call, tile);
+      floats += partial_size(call, tile) * (tile.head_end - tile.head_begin);
     }
   }
   if (floats > 0) {
@@ -544,30 +594,32 @@ Plan make_plan(const Call& call, int64_t requests, int64_t threads) {
   return plan;
 }
 
-// Combine the states of items over the same rows and different keys into the first one's, and write the rows.
+// Combine what the items [first, last) over the same rows and different keys left behind, and write the rows.
 void merge(const Call& call, const Plan& plan, int64_t first, int64_t last) {
-  const Item& head = plan.items[first];
-  const int64_t queries_n = (head.row_end - head.row_begin) * call.group;
-  float* sums = head.partial;
-  float* row_max = sums + queries_n * call.value_ld;
-  float* row_sum = row_max + queries_n;
-  for (int64_t i = first + 1; i < last; ++i) {
-    const float* other_sums = plan.items[i].partial;
-    const float* other_max = other_sums + queries_n * call.value_ld;
-    const float* other_sum = other_max + queries_n;
-    for (int64_t m = 0; m < queries_n; ++m) {
-      const float top = std::max(row_max[m], other_max[m]);
-      if (top == kHidden) continue;
-      const float mine = std::exp(row_max[m] - top), theirs = std::exp(other_max[m] - top);
-      for (int64_t d = 0; d < call.value_ld; ++d)
-        sums[m * call.value_ld + d] = mine * sums[m * call.value_ld + d] + theirs * other_sums[m * call.value_ld + d];
-      row_sum[m] = mine * row_sum[m] + theirs * other_sum[m];
-      row_max[m] = top;
+  const Item& item = plan.items[first];
+  const int64_t queries_n = item_queries(call, item), ld = call.value_ld;
+  for (int64_t h = 0; h < item.head_end - item.head_begin; ++h) {
+    const int64_t at = h * partial_size(call, item);
+    float* sums = item.partial + at;
+    float* row_max = sums + queries_n * ld;
+    float* row_sum = row_max + queries_n;
+    for (int64_t i = first + 1; i < last; ++i) {
+      const float* other_sums = plan.items[i].partial + at;
+      const float* other_max = other_sums + queries_n * ld;
+      const float* other_sum = other_max + queries_n;
+      for (int64_t m = 0; m < queries_n; ++m) {
+        const float top = std::max(row_max[m], other_max[m]);
+        if (top == kHidden) continue;
+        const float mine = std::exp(row_max[m] - top), theirs = std::exp(other_max[m] - top);
+        for (int64_t d = m * ld; d < (m + 1) * ld; ++d) sums[d] = mine * sums[d] + theirs * other_sums[d];
+        row_sum[m] = mine * row_sum[m] + theirs * other_sum[m];
+        row_max[m] = top;
+      }
     }
+    with_type(call.q.scalar_type(), [&](auto q) {
+      write_rows<decltype(q)>(call, item, item.head_begin + h, sums, row_sum);
+    });
   }
-  with_type(call.q.scalar_type(), [&](auto q) {
-    write_rows<decltype(q)>(call, head.request, head.kv_head, {head.row_begin, head.row_end}, sums, row_sum);
-  });
 }
 
 // Threads take the next index as they finish one, because items differ widely in cost.
