@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import sgl_kernel_ext.cpu  # noqa: F401 - fills the kernel table
 import torch
-from sgl_kernel_ext.dispatch import get_kernel
-from sgl_kernel_ext.reference.attention import AttentionMode
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+
+from sgl_kernel_ext.cpu import attention_ops
+from sgl_kernel_ext.dispatch import get_kernel
+from sgl_kernel_ext.reference.attention import AttentionMode
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -81,6 +82,8 @@ class D3TreeCpuAttnBackend(AttentionBackend):
             raise _unsupported("latent (MLA) KV caches")
         if pool.dtype not in _KV_DTYPES:
             raise _unsupported(f"KV caches of type {pool.dtype}")
+        # A missing compiler should warn, and a slow one should make wait, at start-up rather than at a request.
+        attention_ops()
         self._window_pool = pool if isinstance(pool, SWAKVPool) and pool.swa_layer_nums > 0 else None
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:

@@ -1,0 +1,111 @@
+"""The ``d3tree`` command. Each subcommand imports what it needs, so that ``--help`` is immediate."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand; errors that a user can fix end with one line on stderr and exit code 1."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    args = _parser(given[0] if given else "").parse_args(given)
+    try:
+        return int(args.run(args) or 0)
+    except (FileNotFoundError, ValueError, RuntimeError) as error:
+        print(f"d3tree: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    # The training modules import torch to declare their arguments: only when their command is the one asked for.
+    parser = argparse.ArgumentParser(prog="d3tree", description="D3TREE speculative decoding for SGLang.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_demo(commands)
+    _add_data(commands, command == "data")
+    _add_train(commands, command == "train")
+    _add_init_drafter(commands)
+    return parser
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    demo = commands.add_parser("demo", help="build and serve the demo pair, ask it about an image and a text")
+    mode = demo.add_mutually_exclusive_group()
+    mode.add_argument("--prepare-only", action="store_true", help="only build the checkpoints")
+    mode.add_argument("--serve", action="store_true", help="keep the server up and print a curl command")
+    mode.add_argument("--chat", action="store_true", help="chat in the terminal, with images")
+    demo.add_argument("--json", action="store_true", help="print the checkpoint paths as a last line of JSON")
+    demo.set_defaults(run=_run_demo)
+
+
+def _run_demo(args: argparse.Namespace) -> int:
+    from sglang_d3tree.demo.pair import prepare_pair
+
+    pair = prepare_pair()
+    if args.serve:
+        from sglang_d3tree.demo.chat import serve
+
+        serve(pair)
+    elif args.chat:
+        from sglang_d3tree.demo.chat import chat
+
+        chat(pair)
+    elif not args.prepare_only:
+        from sglang_d3tree.demo.tour import tour
+
+        tour(pair)
+    if args.json:
+        paths = {"model_path": str(pair.model_path), "draft_model_path": str(pair.draft_model_path)}
+        print(json.dumps(paths))
+    return 0
+
+
+def _add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser], chosen: bool) -> None:
+    data = commands.add_parser("data", help="training data made by the target itself")
+    if not chosen:
+        return
+    actions = data.add_subparsers(required=True, metavar="ACTION")
+    generate = actions.add_parser("generate", help="let the target answer prompts and keep its own tokens")
+    from sglang_d3tree.train import data as module
+
+    module.add_arguments(generate)
+    generate.set_defaults(run=module.run)
+
+
+def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser], chosen: bool) -> None:
+    train = commands.add_parser("train", help="train a drafter or the demo's vision tower")
+    if not chosen:
+        return
+    from sglang_d3tree.train import drafter, vision
+
+    parts = train.add_subparsers(required=True, metavar="PART")
+    for name, module, text in (
+        ("drafter", drafter, "a DFlash drafter, on data of `d3tree data generate`"),
+        ("vision", vision, "the demo verifier's vision tower"),
+    ):
+        part = parts.add_parser(name, help=text)
+        module.add_arguments(part)
+        part.set_defaults(run=module.run)
+
+
+def _add_init_drafter(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    init = commands.add_parser("init-drafter", help="write an untrained drafter that fits a target")
+    init.add_argument("--target", required=True, help="checkpoint directory of the target")
+    init.add_argument("--out", required=True, help="where the drafter goes")
+    init.add_argument("--layers", type=int, default=2, help="draft layers")
+    init.add_argument("--block-size", type=int, default=8, help="drafted block, anchor included")
+    init.add_argument("--seed", type=int, default=0, help="seed of the random weights")
+    init.set_defaults(run=_run_init_drafter)
+
+
+def _run_init_drafter(args: argparse.Namespace) -> int:
+    from sglang_d3tree.train.drafter import init_drafter
+
+    print(init_drafter(args.target, args.out, layers=args.layers, block_size=args.block_size, seed=args.seed))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
