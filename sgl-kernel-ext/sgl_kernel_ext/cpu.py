@@ -113,8 +113,11 @@ def _ninja_on_path() -> Iterator[None]:
 
 
 @functools.cache
-def _attention_ops() -> object | None:
-    """The C++ operators, or None (after one warning in this process) when they cannot be built."""
+def attention_ops() -> object | None:
+    """The C++ operators, or None (after one warning in this process) when they cannot be built.
+
+    Servers call this while they start, so that no request waits for the compiler.
+    """
     try:
         return load_ops("attention")
     except BuildError as error:
@@ -160,7 +163,7 @@ def paged_attention(
         >>> paged_attention(q, cache, cache, table, request, prefix, offsets, 0.25, "tree", tree).shape
         torch.Size([3, 4, 16])
     """
-    ops = _attention_ops()
+    ops = attention_ops()
     if ops is None:
         return reference.paged_attention(
             q, k_cache, v_cache, slot_table, req_rows, prefix_lens, row_offsets, scaling, mode, ancestor_mask,

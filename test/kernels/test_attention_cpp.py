@@ -216,7 +216,7 @@ def test_without_a_compiler_the_reference_answers_after_one_warning(
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     cpu.load_ops.cache_clear()
-    cpu._attention_ops.cache_clear()
+    cpu.attention_ops.cache_clear()
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -225,7 +225,7 @@ def test_without_a_compiler_the_reference_answers_after_one_warning(
                 assert_matches(case)
     finally:
         cpu.load_ops.cache_clear()
-        cpu._attention_ops.cache_clear()
+        cpu.attention_ops.cache_clear()
     ours = [warning for warning in caught if "slow torch reference" in str(warning.message)]
     assert len(ours) == 1
 
