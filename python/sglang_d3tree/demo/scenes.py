@@ -206,9 +206,7 @@ def _draw_text(
     x, y = _region_center(region, rng, margin=max(width, height) / 2 + 1)
     x0, y0 = x - width / 2, y - height / 2
     shade = rng.randint(0, 60)
-    draw.text(
-        ((x0 - left) * _OVERSAMPLE, (y0 - top) * _OVERSAMPLE), text, font=font, fill=(shade, shade, shade)
-    )
+    draw.text(((x0 - left) * _OVERSAMPLE, (y0 - top) * _OVERSAMPLE), text, font=font, fill=(shade, shade, shade))
     return x0, y0, x0 + width, y0 + height
 
 

@@ -27,6 +27,7 @@ from sglang_d3tree.train import vision_evaluate as evaluation
 from sglang_d3tree.train.vision_align import Teacher, lesson, teach
 from sglang_d3tree.train.vision_chat import ChatWriter
 from sglang_d3tree.train.vision_codes import CodeBook
+from sglang_d3tree.train.vision_data import Labels
 from sglang_d3tree.train.vision_language import load_language, read_prefix
 from sglang_d3tree.train.vision_loop import OutOfTimeError, train
 from sglang_d3tree.train.vision_pretrain import Heads, Images, head_accuracies, head_losses, pretrain_step
@@ -114,7 +115,7 @@ def transfer(args: argparse.Namespace, deadline: float | None) -> None:
         logits = heads(tokens)
         error = _regression(tokens, codes(labels).detach())
         seen = torch.stack(list(head_losses(logits, labels).values())).sum()
-        return error + TRANSFER_HEADS * seen, {"error": float(error), **head_accuracies(logits, labels)}
+        return error + TRANSFER_HEADS * seen, {"error": error.item(), **head_accuracies(logits, labels)}
 
     modules = {"tower": tower, "heads": heads}
     rates = dict.fromkeys(modules, 1e-3)
@@ -136,7 +137,7 @@ def align(args: argparse.Namespace, deadline: float | None) -> None:
         tokens = look(tower, patchify(torch.cat([todo.images, images])))
         error = _regression(tokens[len(todo.images) :], codes(labels).detach())
         loss, numbers = teach(teacher, tokens[: len(todo.images)], todo.chats)
-        return loss + ALIGN_TRANSFER * error, {"answers": float(loss), "error": float(error), **numbers}
+        return loss + ALIGN_TRANSFER * error, {"answers": loss.item(), "error": error.item(), **numbers}
 
     train(args.work / "align.pt", {"tower": tower}, {"tower": 3e-4}, args.align_steps, step, deadline=deadline)
 
@@ -163,13 +164,17 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     teacher = load_teacher(args.target)
     drawn = evaluation.held_out_scenes(args.limit or 300)
     scores: evaluation.Scores = {}
+    tokens: evaluation.Tokens
     if args.evaluate == "codes":
         codes = CodeBook(teacher.lm.embed, teacher.writer.tokenizer)
         steps = _restore(args, "codes", codes=codes)
         what = f"codes, {steps} steps"
 
-        def tokens(images: Tensor, labels: Any) -> Tensor:
-            return codes(labels)
+        def from_labels(images: Tensor, labels: Labels | None) -> Tensor:
+            wanted: Tensor = codes(labels)
+            return wanted
+
+        tokens = from_labels
 
         easy = evaluation.easy_items_with_labels(args.limit)
     else:

@@ -15,15 +15,17 @@ from sglang_d3tree.demo import scenes
 from sglang_d3tree.train.vision_language import Segment
 
 # Words that an answer is judged by. The words around them are learned soon and need little push.
-_CONTENT = re.compile(
-    r"\b("
-    + "|".join(
-        (*scenes.SHAPES, *scenes.COLORS, *scenes.SIZES, *scenes.NUMBERS, *scenes.WORDS, *scenes.DIGITS)
-        + ("yes", "no", "top", "bottom", "left", "right", "center", "none", "null", "digit", "word")
-    )
-    + r")\b",
-    re.IGNORECASE,
+_WORDS = (
+    *scenes.SHAPES,
+    *scenes.COLORS,
+    *scenes.SIZES,
+    *scenes.NUMBERS,
+    *scenes.WORDS,
+    *scenes.DIGITS,
+    *("yes", "no", "none", "null", "digit", "word"),
+    *("top", "bottom", "left", "right", "center"),
 )
+_CONTENT = re.compile(rf"\b({'|'.join(_WORDS)})\b", re.IGNORECASE)
 CONTENT_WEIGHT, OTHER_WEIGHT, END_WEIGHT = 1.0, 0.2, 0.5
 SHORT_BOOST = 3.0
 """A short answer has one word to learn from, a description twenty."""
@@ -46,7 +48,7 @@ class ChatWriter:
     def load(cls, checkpoint: Path) -> ChatWriter:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
         content = [{"type": "image"}, {"type": "text", "text": "QUESTION"}]
         chat = [{"role": "user", "content": content}]
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)

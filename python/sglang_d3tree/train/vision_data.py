@@ -180,7 +180,7 @@ def _easy_kind(answer: str) -> str:
     return "easy-yesno" if answer in ("yes", "no") else "easy-name"
 
 
-_PRESENCE = re.compile(r"\b(not|no)\b")
+_NEGATION = re.compile(r"\b(not|no)\b")
 
 
 def _what_is_drawn(chats: list[scenes.Chat]) -> tuple[str, str]:
@@ -191,9 +191,8 @@ def _what_is_drawn(chats: list[scenes.Chat]) -> tuple[str, str]:
         for what, names in (("shape", scenes.SHAPES), ("color", COLOR_NAMES)):
             if chat.answer in names:
                 found[what] = chat.answer
-            elif chat.kind == "easy-yesno" and (chat.answer == "yes") != bool(_PRESENCE.search(text)):
-                found[what] = next((n for n in names if re.search(rf"\b{n}\b", text)), found[what])
-            elif chat.kind == "easy-name":
+            elif chat.kind == "easy-name" or (chat.answer == "yes") != bool(_NEGATION.search(text)):
+                # The question itself says what is there: by naming the thing, or as a statement that holds.
                 found[what] = next((n for n in names if re.search(rf"\b{n}\b", text)), found[what])
     return found["shape"], found["color"]
 
@@ -208,25 +207,23 @@ class EasyPixels:
 
 def load_easy_pixels(images: list[EasyImage]) -> EasyPixels:
     pixels = np.stack([np.array(Image.open(image.path).convert("RGB")) for image in images])
-    values = pixels.reshape(len(images), -1, 3)
-    # The background is plain and light; the shape may touch any border, so the commonest pixel decides.
-    background = np.stack([_commonest(row) for row in values])
-    return EasyPixels(pixels, (pixels != background[:, None, None]).any(-1))
+    # The background is plain and light; the shape may touch any border, so the commonest light pixel decides.
+    coded = (pixels.astype(np.int32) << np.array([16, 8, 0])).sum(-1).reshape(len(images), -1)
+    light = (pixels.min(-1) > 140).reshape(len(images), -1)
+    background = np.array([_commonest(row[keep]) for row, keep in zip(coded, light, strict=True)])
+    return EasyPixels(pixels, (coded != background[:, None]).reshape(pixels.shape[:3]))
 
 
-def _commonest(pixels: np.ndarray) -> np.ndarray:
-    unique, counts = np.unique(pixels, axis=0, return_counts=True)
-    light = unique.min(-1) > 140
-    return unique[np.argmax(np.where(light, counts, -1))]
+def _commonest(values: np.ndarray) -> int:
+    unique, counts = np.unique(values, return_counts=True)
+    return int(unique[np.argmax(counts)])
 
 
 def resize(images: Tensor) -> Tensor:
     """As the image processor does it: uint8 [B, 3, h, w] -> uint8 [B, 3, 112, 112], bicubic."""
     from torchvision.transforms.v2 import functional as tv
 
-    return tv.resize(
-        images, [scenes.SIDE, scenes.SIDE], interpolation=tv.InterpolationMode.BICUBIC, antialias=True
-    )
+    return tv.resize(images, [scenes.SIDE, scenes.SIDE], interpolation=tv.InterpolationMode.BICUBIC, antialias=True)
 
 
 def easy_batch(

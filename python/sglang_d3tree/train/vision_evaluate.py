@@ -72,9 +72,7 @@ def score_short(
 def easy_items(limit: int | None) -> list[tuple[Tensor, data.Labels | None, list[scenes.Chat]]]:
     """Every question of the first `limit` images of easy-VQA's test split."""
     images = data.easy_vqa("test")[:limit]
-    return [
-        (data.resize(data.to_tensor(Image.open(image.path))[None])[0], None, list(image.chats)) for image in images
-    ]
+    return [(data.resize(data.to_tensor(Image.open(image.path))[None])[0], None, list(image.chats)) for image in images]
 
 
 def easy_items_with_labels(limit: int | None) -> list[tuple[Tensor, data.Labels | None, list[scenes.Chat]]]:
@@ -118,8 +116,7 @@ class Describer:
     def answer(self, images: list[Image.Image], prompts: list[str], max_new_tokens: int = 128) -> list[str]:
         """Greedy answers, one per image and prompt."""
         chats = [
-            [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": prompt}]}]
-            for prompt in prompts
+            [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": prompt}]}] for prompt in prompts
         ]
         texts = [self.processor.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in chats]
         inputs = self.processor(images=images, text=texts, padding=True, return_tensors="pt")

@@ -205,7 +205,10 @@ def pack(rows: list[list[Segment]], grid: int, prefix_length: int, image_id: int
     mask[..., :prefix_length] = True
     cell = torch.arange(tokens)
     image_positions = prefix_length + torch.stack([torch.zeros_like(cell), cell // grid, cell % grid])
-    sources, targets, weights, owner = [], [], [], []
+    sources: list[int] = []
+    targets: list[int] = []
+    weights: list[float] = []
+    owner: list[int] = []
     number = 0
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     for b, row in enumerate(rows):

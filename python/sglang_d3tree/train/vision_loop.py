@@ -51,8 +51,7 @@ def train(
     path: the checkpoint, {module name: state, "optimizer", "step"}; numbers go to the .log beside it.
     """
     groups = [
-        {"params": list(modules[name].parameters()), "lr": rate, "peak": rate}
-        for name, rate in learning_rates.items()
+        {"params": list(modules[name].parameters()), "lr": rate, "peak": rate} for name, rate in learning_rates.items()
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.01)
     parameters = [p for group in groups for p in group["params"]]  # type: ignore[attr-defined]

@@ -89,8 +89,6 @@ def look(tower: Any, pixels: Tensor) -> Tensor:
 
 def export(tower: Any, path: Path, notes: dict[str, Any]) -> None:
     """Writes the tower in bfloat16 under the published checkpoints' names; `notes` say how it was made."""
-    state = {
-        f"visual.{name}": value.detach().bfloat16().contiguous() for name, value in tower.state_dict().items()
-    }
+    state = {f"visual.{name}": value.detach().bfloat16().contiguous() for name, value in tower.state_dict().items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(state, path, metadata={"format": "pt", "d3tree": json.dumps(notes, sort_keys=True)})

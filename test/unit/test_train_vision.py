@@ -1,0 +1,172 @@
+"""The vision recipe end to end on a tiny tower, and its lean forwards against transformers'."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_d3tree.demo import scenes
+from sglang_d3tree.demo.target import build_tiny_target, merge_vision_weights
+from sglang_d3tree.train import vision, vision_data
+from sglang_d3tree.train.vision_align import Images, lesson, teach
+from sglang_d3tree.train.vision_codes import CodeBook
+from sglang_d3tree.train.vision_tower import build_tower, look, patchify
+
+pytest.importorskip("easy_vqa")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen2.5-VL of test size with SmolLM2's tokenizer."""
+    return build_tiny_target(tmp_path_factory.mktemp("vision") / "target")
+
+
+@pytest.fixture(scope="module")
+def reference(tiny: Path) -> Any:
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    return Qwen2_5_VLForConditionalGeneration.from_pretrained(tiny, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def processor(tiny: Path) -> Any:
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(tiny)
+
+
+def drawn(count: int) -> list[scenes.Picture]:
+    source = scenes.scenes(5, held_out=False)
+    return [scenes.render(next(source), 0) for _ in range(count)]
+
+
+def test_pixels_equal_the_processors(processor: Any) -> None:
+    images = [picture.image for picture in drawn(3)]
+    small = vision_data.easy_vqa("test")[0]
+    from PIL import Image
+
+    images.append(Image.open(small.path).convert("RGB"))
+    expected = processor.image_processor(images=images, return_tensors="pt")["pixel_values"]
+    tensors = [vision_data.to_tensor(image)[None] for image in images]
+    mine = patchify(torch.cat([*tensors[:3], vision_data.resize(tensors[3])]))
+    assert torch.allclose(mine.flatten(0, 1), expected, atol=1e-5)
+
+
+def test_tower_equals_transformers(tiny: Path, reference: Any) -> None:
+    tower = build_tower(tiny, seed=1)
+    reference.model.visual.load_state_dict(tower.state_dict())
+    pixels = patchify(torch.stack([vision_data.to_tensor(picture.image) for picture in drawn(2)]))
+    with torch.no_grad():
+        expected = reference.model.visual(pixels.flatten(0, 1), torch.tensor([[1, 8, 8]] * 2)).pooler_output
+        mine = look(tower, pixels)
+    assert torch.allclose(mine.flatten(0, 1), expected, atol=1e-4)
+
+
+def test_packed_questions_equal_separate_chats(tiny: Path, reference: Any, processor: Any) -> None:
+    """Each segment's answer logits are those of its own chat through transformers, template and all."""
+    teacher = vision.load_teacher(tiny)
+    rows = [
+        [scenes.Chat("a", "What color is the star?", "red"), scenes.Chat("b", "List the shapes.", "1. red star")],
+        [scenes.Chat("c", "How many shapes are there?", "two")],
+    ]
+    pictures = drawn(2)
+    pixels = patchify(torch.stack([vision_data.to_tensor(picture.image) for picture in pictures]))
+    packed = teacher.pack(rows)
+    with torch.no_grad():
+        logits = teacher.logits(packed, look(reference.model.visual, pixels))
+    number = 0
+    for row, picture in zip(rows, pictures, strict=True):
+        for chat in row:
+            user = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": chat.prompt}]}
+            text = processor.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
+            text += chat.answer + processor.tokenizer.eos_token
+            inputs = processor(images=[picture.image], text=[text], return_tensors="pt")
+            answer = packed.targets[packed.owner == number]
+            assert inputs["input_ids"][0, -len(answer) :].tolist() == answer.tolist()
+            with torch.no_grad():
+                expected = reference(**inputs).logits[0, -len(answer) - 1 : -1]
+            assert torch.allclose(logits[packed.owner == number], expected, atol=2e-3)
+            number += 1
+
+
+def test_labels_follow_the_picture() -> None:
+    thing = scenes.Thing(region=8, shape="star", color="teal", size="small")
+    scene = scenes.Scene((thing,), text="7", text_region=0)
+    labels = vision_data.label_pictures([scene], [scenes.render(scene, 0)])
+    (token,) = torch.nonzero(labels.kind[0] == 1).flatten().tolist()
+    assert token in (10, 11, 14, 15)
+    assert vision_data.COLOR_NAMES[labels.color[0, token]] == "teal"
+    assert labels.count.tolist() == [1] and labels.shape_counts.sum() == 1
+    assert vision_data.TEXTS[int(labels.printed) - 1] == "7"
+
+
+def test_easy_vqa_labels_match_its_answers() -> None:
+    images = vision_data.easy_vqa("test")
+    assert len(images) == 1000 and sum(len(image.chats) for image in images) == 9673
+    for image in images[:200]:
+        for chat in image.chats:
+            if chat.answer in vision_data.COLOR_NAMES:
+                assert image.color == chat.answer
+            if chat.answer in scenes.SHAPES:
+                assert image.shape == chat.answer
+    moved, labels = vision_data.easy_batch(images[:4], vision_data.load_easy_pixels(images[:4]), [0, 1], None)
+    assert moved.shape == (2, 3, scenes.SIDE, scenes.SIDE)
+    assert (labels.kind == 1).sum() == 2
+
+
+def test_codes_learn_through_the_frozen_tower(tiny: Path) -> None:
+    """Gradients reach the codes through packing, prefix and language tower: the loss on one lesson falls."""
+    teacher = vision.load_teacher(tiny)
+    codes = CodeBook(teacher.lm.embed, teacher.writer.tokenizer)
+    todo = lesson(Images.load(0), 0, scene_count=1, easy_count=1, noise=False)
+    optimizer = torch.optim.Adam(codes.parameters(), lr=0.05)
+    losses = []
+    for _ in range(6):
+        loss, _ = teach(teacher, codes(todo.labels), todo.chats)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.05
+    assert not teacher.lm.embed.requires_grad
+
+
+def test_recipe_end_to_end(tiny: Path, tmp_path: Path, reference: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    vision.add_arguments(parser)
+    common = ["--target", str(tiny), "--work", str(tmp_path / "work"), "--batch", "8"]
+    common += ["--scenes-per-step", "1", "--easy-per-step", "1"]
+    few = [word for stage in vision.STAGES for word in (f"--{stage}-steps", "2")]
+
+    def command(*more: str) -> None:
+        assert vision.run(parser.parse_args([*common, *few, *more])) == 0
+
+    command("--minutes", "0.00001")
+    assert "carries on" in capsys.readouterr().out
+    command()
+    for stage in vision.STAGES:
+        assert torch.load(tmp_path / "work" / f"{stage}.pt", weights_only=True)["step"] == 2
+    before = (tmp_path / "work" / "align.pt").stat().st_mtime_ns
+    command()
+    assert (tmp_path / "work" / "align.pt").stat().st_mtime_ns == before, "finished stages are skipped"
+    command("--evaluate", "tower", "--limit", "2")
+    marks = json.loads((tmp_path / "work" / "evaluation-tower.json").read_text())["scores"]
+    assert marks["easy-vqa test"]["total"] > 0 and marks["describe all"]["total"] == 2
+    asset = tmp_path / "vision.safetensors"
+    command("--export", str(asset))
+    replaced = merge_vision_weights(reference, asset)
+    assert replaced == len(reference.model.visual.state_dict())
+
+
+def test_lessons_depend_on_seed_and_step_alone() -> None:
+    source = Images.load(0)
+    one, two = (lesson(source, 3, scene_count=2, easy_count=1) for _ in range(2))
+    assert torch.equal(one.images, two.images) and one.chats == two.chats
+    other = lesson(source, 4, scene_count=2, easy_count=1)
+    assert not torch.equal(one.images, other.images)
+    assert all(not scenes.is_held_out(s) for s in source.scenes(3, 20).scenes)
