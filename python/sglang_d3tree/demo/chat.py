@@ -71,10 +71,9 @@ def _answer(url: str, messages: list[dict[str, Any]]) -> str:
         "messages": messages,
         "max_tokens": 256,
         "stream": True,
-        "stream_options": {"include_usage": True},
+        "return_spec_tokens_details": True,
     }
-    before = _rounds(url)
-    text, tokens = "", 0
+    text, details = "", None
     with requests.post(f"{url}/v1/chat/completions", json=body, stream=True, timeout=600) as response:
         if response.status_code != 200:
             print(f"server says: {response.text}")
@@ -83,17 +82,12 @@ def _answer(url: str, messages: list[dict[str, Any]]) -> str:
             if not line.startswith(b"data: ") or line == b"data: [DONE]":
                 continue
             event = json.loads(line[len(b"data: ") :])
-            if event.get("usage"):
-                tokens = event["usage"]["completion_tokens"]
+            details = (event.get("sglext") or {}).get("spec_tokens_details") or details
             for choice in event.get("choices", []):
                 piece = choice["delta"].get("content") or ""
                 text += piece
                 print(piece, end="", flush=True)
-    rounds = _rounds(url) - before
-    print(f"\n  [{tokens} tokens in {rounds} rounds: accept length {max(tokens - 1, 0) / max(rounds, 1):.2f}]")
+    if details:
+        print(f"\n  [accept length {details['spec_accept_length']:.2f} in {details['spec_verify_ct']} rounds]", end="")
+    print()
     return text
-
-
-def _rounds(url: str) -> int:
-    state = requests.get(f"{url}/server_info", timeout=30).json()["internal_states"][0]
-    return int(state["d3tree"]["rounds"])

@@ -39,7 +39,8 @@ def open_window(batch: Any, runner: Any, width: int) -> RoundWindow:
     plan = runner.kv_index_translator.plan(
         req_pool_indices=batch.req_pool_indices,
         seq_lens=batch.seq_lens,
-        seq_lens_cpu=batch.seq_lens_cpu,
+        # With overlap scheduling the host may know only what was reserved.
+        seq_lens_cpu=batch.spec_info.nxt_kv_lens_cpu if batch.seq_lens_cpu is None else batch.seq_lens_cpu,
         write_virtual=slots.flatten(),
         read_extent=width,
     )

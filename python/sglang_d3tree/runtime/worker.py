@@ -120,7 +120,7 @@ class D3TreeWorker(DFlashWorkerV2):
         self._commit(window, rows, walk, target.hidden_states)
         target.hidden_states = None
         self.counters.record(rows, walk)
-        return self._result(target, walk, new_seq_lens)
+        return self._result(target, rows, walk, new_seq_lens)
 
     def _draft_block(self, batch: Any, window: RoundWindow, anchors: torch.Tensor) -> torch.Tensor:
         """One draft pass over ``[anchor, MASK x (B - 1)]`` of every request.
@@ -208,13 +208,15 @@ class D3TreeWorker(DFlashWorkerV2):
         )
 
     def _result(
-        self, target: LogitsProcessorOutput, walk: Walk, new_seq_lens: torch.Tensor
+        self, target: LogitsProcessorOutput, rows: VerifyRows, walk: Walk, new_seq_lens: torch.Tensor
     ) -> GenerationBatchResult:
         last = (walk.accept_lens - 1).unsqueeze(1)
         return GenerationBatchResult(
             logits_output=target,
             next_token_ids=walk.token_ids.flatten(),
             accept_lens=walk.accept_lens,
+            # SGLang's name for how many rows a request verified; it reports them in logs and meta_info.
+            cap_lens=rows.row_offsets.diff(),
             next_draft_input=make_draft_input_v2(
                 bonus_tokens=walk.token_ids.gather(1, last).squeeze(1), new_seq_lens=new_seq_lens
             ),

@@ -9,9 +9,9 @@ distinct top candidates of one distribution.
 from dataclasses import dataclass
 
 import torch
-from sgl_kernel_ext.dispatch import get_kernel
 from torch import Tensor
 
+from sgl_kernel_ext.dispatch import get_kernel
 from sglang_d3tree.tree.layout import VerifyRows
 
 

@@ -1,9 +1,9 @@
 """Which rows of the candidate trees go to the verify pass (METHOD 8, order of a round's decisions)."""
 
 import torch
-from sgl_kernel_ext.dispatch import get_kernel
 from torch import Tensor
 
+from sgl_kernel_ext.dispatch import get_kernel
 from sglang_d3tree.tree.build import CandidateTree
 
 

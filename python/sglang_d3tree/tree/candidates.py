@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 import torch
-from sgl_kernel_ext.dispatch import get_kernel
 from torch import Tensor
+
+from sgl_kernel_ext.dispatch import get_kernel
 
 
 @dataclass(frozen=True)

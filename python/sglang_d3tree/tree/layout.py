@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from sgl_kernel_ext.dispatch import get_kernel
 from torch import Tensor
 
+from sgl_kernel_ext.dispatch import get_kernel
 from sglang_d3tree.tree.build import CandidateTree
 
 

@@ -1,8 +1,8 @@
 """How likely the target is to accept each node: given its parent, and along the whole path."""
 
-from sgl_kernel_ext.dispatch import get_kernel
 from torch import Tensor
 
+from sgl_kernel_ext.dispatch import get_kernel
 from sglang_d3tree.tree.build import CandidateTree
 
 
