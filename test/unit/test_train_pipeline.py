@@ -57,6 +57,34 @@ def test_generation_matches_transformers(target: Path, shards: Path) -> None:
         torch.testing.assert_close(c.hidden[:-1], states.bfloat16(), rtol=2e-2, atol=2e-2)
 
 
+def test_image_prompts_match_transformers(target: Path) -> None:
+    """An image prompt beside a text prompt: same greedy answers as transformers, M-RoPE positions included."""
+    from PIL import Image
+    from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
+
+    processor = AutoProcessor.from_pretrained(target)
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(target, dtype=torch.float32).eval()
+    jobs, expected = [], []
+    for color, text in (("red", "what is it"), ("blue", "what is it"), (None, "tell me more")):
+        prompt, draws = data.Prompt(text, "image" if color else "explain"), torch.rand(12)
+        content = [{"type": "text", "text": text}]
+        image = Image.new("RGB", (80, 112), color) if color else None
+        if image is not None:
+            content.insert(0, {"type": "image"})
+            ids, terms = data.prepare_image(model, processor, image, text)
+            assert terms.offset < 0
+            jobs.append(data.Job(ids, prompt, 0.0, 12, draws, terms))
+        rendered = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        inputs = processor(text=[rendered], images=[image] if image else None, return_tensors="pt")
+        if image is None:
+            jobs.append(data.Job(inputs["input_ids"][0].tolist(), prompt, 0.0, 12, draws))
+        expected.append(model.generate(**inputs, max_new_tokens=12, do_sample=False)[0].tolist())
+    tower = data.LanguageTower(target, capture=(0,))
+    answers = data.answer(tower, jobs, stop_ids=[0, 2], slots=2)
+    assert [a.tokens for a in answers] == expected
+    assert not torch.equal(answers[0].hidden[-3], answers[1].hidden[-3])  # the image reaches the states
+
+
 def test_resumed_data_is_identical(target: Path, shards: Path, tmp_path: Path) -> None:
     """A run that lost a shard, and two interleaved workers, write the same bytes."""
     data.generate(target, tmp_path, num_shards=1, options=OPTIONS, slots=4, progress=False)

@@ -425,6 +425,7 @@ def _write_checkpoint(model: Any, tokenizer: Any, out_dir: Path, inputs: dict[st
             for k, v in state.items()
         }
         save_file(renamed, scratch / "model.safetensors", metadata={"format": "pt"})
+        (scratch / "model.safetensors").chmod(0o644)  # safetensors writes for the owner only
         model.config.save_pretrained(scratch)
         processor = build_processor(tokenizer)
         processor.save_pretrained(scratch)

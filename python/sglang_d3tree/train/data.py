@@ -271,6 +271,22 @@ class Conversation:
 
 
 @dataclass(frozen=True)
+class ImagePrompt:
+    """What an image changes about a prompt of P tokens.
+
+    embeds: [P, H], image features in the places of the image tokens. positions: [3, P], M-RoPE coordinates.
+    """
+
+    embeds: torch.Tensor
+    positions: torch.Tensor
+
+    @property
+    def offset(self) -> int:
+        """What to add to a later token's index to get its position (images take fewer positions than tokens)."""
+        return int(self.positions.max()) + 1 - self.positions.shape[1]
+
+
+@dataclass(frozen=True)
 class Job:
     """One prompt waiting for its answer. draws: uniform numbers, one per sampled token."""
 
@@ -279,6 +295,24 @@ class Job:
     temperature: float
     max_new: int
     draws: torch.Tensor
+    image: ImagePrompt | None = None
+
+
+@torch.inference_mode()
+def prepare_image(model: Any, processor: Any, image: Any, text: str) -> tuple[list[int], ImagePrompt]:
+    """Token ids and image terms of one chat turn (image first, then text), from transformers' own model and processor.
+
+    model: a float32 ``Qwen2_5_VLForConditionalGeneration``; image: a PIL image.
+    """
+    content = [{"type": "image"}, {"type": "text", "text": text}]
+    rendered = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    inputs = processor(text=[rendered], images=[image], return_tensors="pt")
+    ids, grid = inputs["input_ids"], inputs["image_grid_thw"]
+    features = model.model.get_image_features(inputs["pixel_values"], grid).pooler_output[0]
+    embeds = model.get_input_embeddings()(ids)[0].clone()
+    embeds[ids[0] == model.config.image_token_id] = features.float()
+    positions, _ = model.model.get_rope_index(ids, inputs["mm_token_type_ids"], image_grid_thw=grid)
+    return ids[0].tolist(), ImagePrompt(embeds, positions[:, 0])
 
 
 def _choose(logits: torch.Tensor, temperature: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
@@ -293,100 +327,131 @@ def _choose(logits: torch.Tensor, temperature: torch.Tensor, draw: torch.Tensor)
     return chosen
 
 
-@torch.inference_mode()
-def answer(
-    tower: LanguageTower, jobs: Sequence[Job], *, stop_ids: Sequence[int], slots: int = 128, on_step: Any = None
-) -> list[Conversation]:
-    """Let the target answer every job; the order of the result is the order of the jobs.
+class Answering:
+    """One batch of jobs on their way through the target.
 
     A slot that finishes takes the next job. Refills wait until a few slots are free (a prefill of one prompt
     costs almost as much as one of eight). The prompts' common beginning is computed once.
     """
-    slots = min(slots, len(jobs))
-    shared = _common_prefix([job.ids for job in jobs])
-    capacity = max(len(job.ids) + job.max_new for job in jobs) + 1  # idle slots write one past their end
-    cache = tower.new_cache(slots, capacity)
-    width = tower.dims.hidden_size * len(tower.capture)
-    shared_hidden = torch.zeros(0, width)
-    if shared:
-        ids = torch.tensor(jobs[0].ids[:shared])
-        scratch = tower.new_cache(1, shared)
-        _, captured = tower.forward(tower.embedding[ids][None], torch.zeros(1, dtype=torch.long), scratch, slice(0, 1))
-        cache.k[:, :, :, :shared], cache.v[:, :, :, :shared] = scratch.k, scratch.v
-        shared_hidden = captured[0]
 
-    states = torch.zeros(slots, capacity, width, dtype=torch.bfloat16)
-    states[:, :shared] = shared_hidden.to(torch.bfloat16)
-    active: list[int | None] = [None] * slots  # slot -> job
-    texts: list[list[int]] = [[] for _ in jobs]
-    results: list[Conversation | None] = [None] * len(jobs)
-    waiting = list(range(len(jobs)))[::-1]
-    temperature, lengths = torch.zeros(slots), torch.zeros(slots, dtype=torch.long)
-    stop = set(stop_ids)
+    def __init__(self, tower: LanguageTower, jobs: Sequence[Job], stop_ids: Sequence[int], slots: int) -> None:
+        self.tower, self.jobs, self.stop = tower, jobs, set(stop_ids)
+        self.slots = min(slots, len(jobs))
+        capacity = max(len(job.ids) + job.max_new for job in jobs) + 1  # idle slots write one past their end
+        self.cache = tower.new_cache(self.slots, capacity)
+        width = tower.dims.hidden_size * len(tower.capture)
+        self.states = torch.zeros(self.slots, capacity, width, dtype=torch.bfloat16)
+        self.owner: list[int | None] = [None] * self.slots  # slot -> job
+        self.texts: list[list[int]] = [list(job.ids) for job in jobs]
+        self.waiting = list(range(len(jobs)))[::-1]
+        self.temperature = torch.zeros(self.slots)
+        self.lengths = torch.zeros(self.slots, dtype=torch.long)
+        self.offsets = torch.zeros(self.slots, dtype=torch.long)
+        self.results: dict[int, Conversation] = {}
+        self.shared = self._prefill_common()
 
-    def accept(slot: int, token: int) -> None:
-        job_index = active[slot]
-        assert job_index is not None
-        job, text = jobs[job_index], texts[job_index]
-        text.append(token)
-        if token in stop or len(text) - len(job.ids) >= job.max_new:
-            hidden = states[slot, : len(text)].clone()
-            hidden[-1] = 0
-            results[job_index] = Conversation(
-                text, len(job.ids), job.temperature, job.prompt.kind, job.prompt.held_out, hidden
-            )
-            active[slot] = None
+    def _prefill_common(self) -> int:
+        """Compute the jobs' common beginning (up to the first image) into every slot; returns its length."""
+        shared = _common_prefix([job.ids for job in self.jobs])
+        for job in self.jobs:
+            if job.image is not None:
+                special = (job.image.embeds != self.tower.embedding[torch.tensor(job.ids)]).any(dim=1)
+                shared = min(shared, int(special.long().argmax()) if special.any() else shared)
+        if shared:
+            ids = torch.tensor(self.jobs[0].ids[:shared])
+            one = self.tower.new_cache(1, shared)
+            start = torch.zeros(1, dtype=torch.long)
+            _, captured = self.tower.forward(self.tower.embedding[ids][None], start, one, slice(0, 1))
+            self.cache.k[:, :, :, :shared], self.cache.v[:, :, :, :shared] = one.k, one.v
+            self.states[:, :shared] = captured[0].to(torch.bfloat16)
+        return shared
 
-    def draws_for(rows: Sequence[int]) -> torch.Tensor:
-        picks = []
+    def run(self, on_step: Any = None) -> list[Conversation]:
+        """All answers, in the order of the jobs. on_step: called with the number of busy slots before each pass."""
+        while len(self.results) < len(self.jobs):
+            busy = [s for s, job in enumerate(self.owner) if job is not None]
+            free = [s for s, job in enumerate(self.owner) if job is None]
+            if on_step is not None:
+                on_step(len(busy))
+            if self.waiting and len(free) >= min(max(1, self.slots // 8), len(self.waiting)):
+                self._refill(free[: len(self.waiting)])
+            else:
+                self._decode(busy)
+        return [self.results[i] for i in range(len(self.jobs))]
+
+    def _job(self, slot: int) -> tuple[int, Job]:
+        index = self.owner[slot]
+        assert index is not None
+        return index, self.jobs[index]
+
+    def _refill(self, rows: list[int]) -> None:
+        """Prefill waiting jobs into free slots and take their first tokens."""
         for slot in rows:
-            job_index = active[slot]
-            assert job_index is not None
-            job = jobs[job_index]
-            picks.append(job.draws[len(texts[job_index]) - len(job.ids)] if job.temperature else torch.zeros(()))
-        return torch.stack(picks)
+            self.owner[slot] = self.waiting.pop()
+            _, job = self._job(slot)
+            self.temperature[slot], self.lengths[slot] = job.temperature, len(job.ids)
+            self.offsets[slot] = job.image.offset if job.image else 0
+        jobs = [self._job(slot)[1] for slot in rows]
+        longest = max(len(job.ids) for job in jobs)
+        embeds = torch.zeros(len(rows), longest, self.tower.dims.hidden_size)
+        positions = torch.arange(longest).repeat(3, len(rows), 1)
+        for i, job in enumerate(jobs):
+            n = len(job.ids)
+            embeds[i, :n] = self.tower.embedding[torch.tensor(job.ids)] if job.image is None else job.image.embeds
+            if job.image is not None:
+                positions[:, i, :n] = job.image.positions
+        start = torch.full((len(rows),), self.shared)
+        hidden, captured = self.tower.forward(
+            embeds[:, self.shared :], start, self.cache, torch.tensor(rows), positions[..., self.shared :]
+        )
+        self.states[rows, self.shared : longest] = captured.to(torch.bfloat16)
+        last = torch.tensor([len(job.ids) - 1 - self.shared for job in jobs])
+        self._accept(rows, hidden[torch.arange(len(rows)), last])
 
-    while waiting or any(job is not None for job in active):
-        if on_step is not None:
-            on_step(sum(job is not None for job in active))
-        free = [s for s, job in enumerate(active) if job is None]
-        if waiting and len(free) >= min(max(1, slots // 8), len(waiting)):
-            rows = free[: len(waiting)]
-            for slot in rows:
-                job_index = waiting.pop()
-                active[slot] = job_index
-                texts[job_index] = list(jobs[job_index].ids)
-                temperature[slot], lengths[slot] = jobs[job_index].temperature, len(jobs[job_index].ids)
-            tails = [texts[active[s]][shared:] for s in rows]  # type: ignore[index]
-            padded = torch.zeros(len(rows), max(map(len, tails)), dtype=torch.long)
-            for i, tail in enumerate(tails):
-                padded[i, : len(tail)] = torch.tensor(tail)
-            hidden, captured = tower.forward(
-                tower.embedding[padded], torch.full((len(rows),), shared), cache, torch.tensor(rows)
-            )
-            last = torch.tensor([len(tail) - 1 for tail in tails])
-            states[rows, shared : shared + padded.shape[1]] = captured.to(torch.bfloat16)
-            logits = tower.logits(hidden[torch.arange(len(rows)), last])
-            tokens = _choose(logits, temperature[rows], draws_for(rows))
-            for slot, token in zip(rows, tokens.tolist(), strict=True):
-                accept(slot, token)
-            continue
-        rows = [s for s, job in enumerate(active) if job is not None]
-        ids = torch.tensor([texts[active[s]][-1] for s in rows])  # type: ignore[index]
-        if 2 * len(rows) > slots:
+    def _decode(self, rows: list[int]) -> None:
+        """Feed every busy slot its last token."""
+        ids = torch.zeros(self.slots, dtype=torch.long)
+        ids[rows] = torch.tensor([self.texts[self._job(s)[0]][-1] for s in rows])
+        positions = (self.lengths + self.offsets).expand(3, -1)[..., None]
+        if 2 * len(rows) > self.slots:
             # Idle slots compute along: reading the whole cache in place is cheaper than gathering the busy rows.
-            everyone = torch.zeros(slots, dtype=torch.long)
-            everyone[rows] = ids
-            hidden, captured = tower.forward(tower.embedding[everyone][:, None], lengths, cache, slice(0, slots))
+            embeds = self.tower.embedding[ids][:, None]
+            hidden, captured = self.tower.forward(embeds, self.lengths, self.cache, slice(0, self.slots), positions)
             hidden, captured = hidden[rows], captured[rows]
         else:
-            hidden, captured = tower.forward(tower.embedding[ids][:, None], lengths[rows], cache, torch.tensor(rows))
-        states[rows, lengths[rows]] = captured[:, 0].to(torch.bfloat16)
-        lengths[rows] += 1
-        tokens = _choose(tower.logits(hidden[:, 0]), temperature[rows], draws_for(rows))
+            embeds = self.tower.embedding[ids[rows]][:, None]
+            where = torch.tensor(rows)
+            hidden, captured = self.tower.forward(embeds, self.lengths[rows], self.cache, where, positions[:, rows])
+        self.states[rows, self.lengths[rows]] = captured[:, 0].to(torch.bfloat16)
+        self.lengths[rows] += 1
+        self._accept(rows, hidden[:, 0])
+
+    def _accept(self, rows: list[int], hidden: torch.Tensor) -> None:
+        """Choose the next token of each row from the tower's output [rows, H]; free the slots that are done."""
+        draws = torch.zeros(len(rows))
+        for i, slot in enumerate(rows):
+            index, job = self._job(slot)
+            if job.temperature:
+                draws[i] = job.draws[len(self.texts[index]) - len(job.ids)]
+        tokens = _choose(self.tower.logits(hidden), self.temperature[rows], draws)
         for slot, token in zip(rows, tokens.tolist(), strict=True):
-            accept(slot, token)
-    return [r for r in results if r is not None]
+            index, job = self._job(slot)
+            text = self.texts[index]
+            text.append(token)
+            if token in self.stop or len(text) - len(job.ids) >= job.max_new:
+                states = self.states[slot, : len(text)].clone()
+                states[-1] = 0
+                kind, held_out = job.prompt.kind, job.prompt.held_out
+                self.results[index] = Conversation(text, len(job.ids), job.temperature, kind, held_out, states)
+                self.owner[slot] = None
+
+
+@torch.inference_mode()
+def answer(
+    tower: LanguageTower, jobs: Sequence[Job], *, stop_ids: Sequence[int], slots: int = 128, on_step: Any = None
+) -> list[Conversation]:
+    """Let the target answer every job; the order of the result is the order of the jobs."""
+    return Answering(tower, jobs, stop_ids, slots).run(on_step)
 
 
 def _common_prefix(sequences: Sequence[Sequence[int]]) -> int:

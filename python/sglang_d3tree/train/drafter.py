@@ -290,7 +290,7 @@ def warm_start(model: DrafterModel, ends: TargetEnds) -> None:
         for part in "qk":
             # Rows' typical output size on normalised input: what q_norm/k_norm would otherwise take away.
             rms = (own[f"self_attn.{part}_proj.weight"] * gain).square().sum(dim=1).mean().sqrt()
-            state[f"self_attn.{part}_norm.weight"] = torch.full_like(state[f"self_attn.{part}_norm.weight"], rms)
+            state[f"self_attn.{part}_norm.weight"] = torch.full_like(state[f"self_attn.{part}_norm.weight"], float(rms))
         layer.load_state_dict(state)
     model.fc.weight.mul_(0.1)
     model.fc.weight[:, -c.hidden_size :] += torch.eye(c.hidden_size)
@@ -306,8 +306,15 @@ def save_dflash_checkpoint(model: DrafterModel, out_dir: Path, dtype: torch.dtyp
     from transformers import Qwen3Config
 
     c = model.config
+    dflash: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel"],
+        "block_size": c.block_size,
+        "num_target_layers": c.num_target_layers,
+        "dflash_config": {"target_layer_ids": list(c.target_layer_ids), "mask_token_id": c.mask_token_id},
+        "dtype": str(dtype).removeprefix("torch."),
+    }
     config = Qwen3Config(
-        architectures=["DFlashDraftModel"],
+        **dflash,
         vocab_size=c.vocab_size,
         hidden_size=c.hidden_size,
         intermediate_size=c.intermediate_size,
@@ -320,15 +327,12 @@ def save_dflash_checkpoint(model: DrafterModel, out_dir: Path, dtype: torch.dtyp
         max_position_embeddings=CONTEXT_LENGTH,
         tie_word_embeddings=False,
         attention_bias=False,
-        block_size=c.block_size,
-        num_target_layers=c.num_target_layers,
-        dflash_config={"target_layer_ids": list(c.target_layer_ids), "mask_token_id": c.mask_token_id},
-        dtype=str(dtype).removeprefix("torch."),
     )
     with atomic_directory(out_dir) as scratch:
         config.save_pretrained(scratch)
         state = {k: v.detach().to(dtype).contiguous() for k, v in model.state_dict().items()}
         save_file(state, scratch / "model.safetensors", metadata={"format": "pt"})
+        (scratch / "model.safetensors").chmod(0o644)  # safetensors writes for the owner only
     return out_dir
 
 
@@ -657,7 +661,8 @@ def frequent_tokens(conversations: Sequence[Conversation], count: int, vocab_siz
 
 def load_conversations(data_dirs: Sequence[Path]) -> tuple[list[Conversation], list[Conversation]]:
     """(training, held-out) conversations of all complete shards, in order."""
-    train, held_out = [], []
+    train: list[Conversation] = []
+    held_out: list[Conversation] = []
     for data_dir in data_dirs:
         for path in shard_paths(data_dir):
             for c in load_shard(path):
@@ -669,8 +674,11 @@ def load_conversations(data_dirs: Sequence[Path]) -> tuple[list[Conversation], l
 class Trainer:
     """Model, average, optimiser and progress of one run; saved and restored as a whole."""
 
-    def __init__(self, target_dir: Path, data_dirs: Sequence[Path], options: TrainOptions) -> None:
+    def __init__(
+        self, target_dir: Path, data_dirs: Sequence[Path], options: TrainOptions, rank: int = 0, world: int = 1
+    ) -> None:
         self.options, self.data_dirs = options, list(data_dirs)
+        self.rank, self.world = rank, world
         self.ends = load_target_ends(target_dir)
         capture = read_options(self.data_dirs[0]).capture
         config = drafter_config(
@@ -709,9 +717,9 @@ class Trainer:
         return o.min_lr + (o.lr - o.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, self.progress)))
 
     def train_step(self) -> float:
-        """One update; returns the loss. The batch depends on (seed, step) alone, so resuming repeats nothing."""
+        """One update; returns the loss. The batch depends on (seed, step, rank) alone, so resuming repeats nothing."""
         o, began = self.options, time.monotonic()
-        rng = torch.Generator().manual_seed(o.seed * 1_000_003 + self.step)
+        rng = torch.Generator().manual_seed((o.seed * 1_000_003 + self.step) * self.world + self.rank)
         block_size = draw_block_size(o, self.progress, rng)
         batch = draw_batch(self.train_set, self.model.config, o, block_size, rng)
         for group in self.optimizer.param_groups:
@@ -719,6 +727,7 @@ class Trainer:
         loss = block_loss(self.model, self.ends.embedding, self.head, batch, o.gamma, rng)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
+        seconds = self._share_gradients(time.monotonic() - began)
         nn.utils.clip_grad_norm_(self.model.parameters(), o.clip)
         self.optimizer.step()
         self.step += 1
@@ -726,8 +735,23 @@ class Trainer:
         with torch.no_grad():
             for mean, p in zip(self.average.parameters(), self.model.parameters(), strict=True):
                 mean.lerp_(p, 1 - decay)
-        self.seconds += time.monotonic() - began
+        self.seconds += seconds
         return float(loss.detach())
+
+    def _share_gradients(self, seconds: float) -> float:
+        """Average the gradients over the processes; returns the step's time, the same number in each of them.
+
+        Schedule, validation and saving follow that time, so all processes take the same turns.
+        """
+        if self.world == 1:
+            return seconds
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        flat = torch.cat([g.flatten() for g in grads] + [torch.tensor([seconds])])
+        torch.distributed.all_reduce(flat)
+        flat /= self.world
+        for g, mean in zip(grads, flat.split([g.numel() for g in grads] + [1]), strict=False):
+            g.copy_(mean.view_as(g))
+        return float(flat[-1])
 
     def save(self, path: Path) -> None:
         """Write the run's state atomically."""
@@ -768,32 +792,40 @@ def train(
     save_every: float = 240.0,
     resume: bool = True,
 ) -> Iterator[dict[str, Any]]:
-    """Train and yield a record per validation; the run's state lives in ``run_dir``.
+    """Train and yield a record per validation (first process only); the run's state lives in ``run_dir``.
 
-    export_dir: receives the averaged weights whenever validation improves beyond ``export_above``.
+    export_dir: receives the averaged weights whenever validation improves beyond ``export_above``. Intervals are
+    seconds of training time. Under torchrun every process trains on its own blocks and gradients are averaged.
     """
-    trainer = Trainer(target_dir, data_dirs, options)
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if world > 1 and not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
+    trainer = Trainer(target_dir, data_dirs, options, rank, world)
     state_path, curve = run_dir / "state.pt", run_dir / "curve.jsonl"
     if resume and state_path.exists():
         trainer.restore(state_path)
         log.info("continuing at step %d (%.0f s of training)", trainer.step, trainer.seconds)
     run_dir.mkdir(parents=True, exist_ok=True)
-    validated = saved = time.monotonic()
+    validated = saved = trainer.seconds
     best, losses = export_above, []
     while trainer.progress < 1:
         losses.append(trainer.train_step())
-        now = time.monotonic()
         done = trainer.progress >= 1
-        if now - saved > save_every or done:
-            trainer.save(state_path)
-            saved = now
-        if trainer.step % 20 == 0:
+        if trainer.seconds - saved > save_every or done:
+            saved = trainer.seconds
+            if rank == 0:
+                trainer.save(state_path)
+        if trainer.step % 20 == 0 and rank == 0:
             recent = sum(losses[-20:]) / len(losses[-20:])
             log.info(
                 "step %d  %.1f%%  loss %.3f  lr %.1e  %.2f s/step",
                 trainer.step, 100 * trainer.progress, recent, trainer.learning_rate(), trainer.seconds / trainer.step,
             )  # fmt: skip
-        if now - validated > validate_every or done:
+        if trainer.seconds - validated > validate_every or done:
+            validated = trainer.seconds
+            trainer.refresh_data()
+            if rank:
+                continue
             result = evaluate(trainer.average, trainer.ends, trainer.held_out)
             record = {
                 "step": trainer.step,
@@ -809,8 +841,6 @@ def train(
                 best = result.tree
                 save_dflash_checkpoint(trainer.average, export_dir)
                 record["exported"] = str(export_dir)
-            trainer.refresh_data()
-            validated = time.monotonic()
             yield record
 
 
@@ -868,6 +898,8 @@ def run(args: argparse.Namespace) -> int:
     )
     for record in records:
         log.info("validation %s", json.dumps(record))
+    if int(os.environ.get("RANK", 0)):
+        return 0
     return export(args.target, args.data, args.run_dir, args.out, options)
 
 
