@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
-from sglang_d3tree.demo import scenes
+from sglang_d3tree.demo import gallery, scenes
 from sglang_d3tree.demo.target import build_tiny_target, merge_vision_weights
 from sglang_d3tree.train import vision, vision_data
 from sglang_d3tree.train.vision_align import Images, lesson, teach
+from sglang_d3tree.train.vision_chat import ChatWriter
 from sglang_d3tree.train.vision_codes import CodeBook
 from sglang_d3tree.train.vision_tower import build_tower, look, patchify
 
@@ -48,7 +50,6 @@ def drawn(count: int) -> list[scenes.Picture]:
 def test_pixels_equal_the_processors(processor: Any) -> None:
     images = [picture.image for picture in drawn(3)]
     small = vision_data.easy_vqa("test")[0]
-    from PIL import Image
 
     images.append(Image.open(small.path).convert("RGB"))
     expected = processor.image_processor(images=images, return_tensors="pt")["pixel_values"]
@@ -123,7 +124,7 @@ def test_codes_learn_through_the_frozen_tower(tiny: Path) -> None:
     """Gradients reach the codes through packing, prefix and language tower: the loss on one lesson falls."""
     teacher = vision.load_teacher(tiny)
     codes = CodeBook(teacher.lm.embed, teacher.writer.tokenizer)
-    todo = lesson(Images.load(0), 0, scene_count=1, easy_count=1, noise=False)
+    todo = lesson(Images.load(0), teacher.writer, 0, scene_count=1, easy_count=1, noise=False)
     optimizer = torch.optim.Adam(codes.parameters(), lr=0.05)
     losses = []
     for _ in range(6):
@@ -163,10 +164,21 @@ def test_recipe_end_to_end(tiny: Path, tmp_path: Path, reference: Any, capsys: p
     assert replaced == len(reference.model.visual.state_dict())
 
 
-def test_lessons_depend_on_seed_and_step_alone() -> None:
-    source = Images.load(0)
-    one, two = (lesson(source, 3, scene_count=2, easy_count=1) for _ in range(2))
+def test_lessons_depend_on_seed_and_step_alone(tiny: Path) -> None:
+    source, writer = Images.load(0), ChatWriter.load(tiny)
+    one, two = (lesson(source, writer, 3, scene_count=2, easy_count=1) for _ in range(2))
     assert torch.equal(one.images, two.images) and one.chats == two.chats
-    other = lesson(source, 4, scene_count=2, easy_count=1)
+    other = lesson(source, writer, 4, scene_count=2, easy_count=1)
     assert not torch.equal(one.images, other.images)
     assert all(not scenes.is_held_out(s) for s in source.scenes(3, 20).scenes)
+
+
+def test_gallery_shows_wrong_answers_beside_the_right_ones(tiny: Path, tmp_path: Path) -> None:
+    exhibits = [*gallery.scene_exhibits(1), *gallery.easy_exhibits(1)]
+    shown = [gallery.Exhibit(e.name, e.image, e.chats[-1:]) for e in exhibits]
+    out = tmp_path / "demo.md"
+    right, total = gallery.write_gallery(gallery.Verifier(tiny, max_new_tokens=8), shown, out, "command")
+    text = out.read_text()
+    assert (right, total) == (0, 2), "a random model answers nothing right"
+    assert text.count("**wrong**") == 2 and all(e.chats[0].prompt in text for e in shown)
+    assert {p.name for p in (tmp_path / "demo").iterdir()} == {"scene-0.png", "easy-0.png"}

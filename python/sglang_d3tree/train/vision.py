@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_d3tree.demo.gallery import Verifier
 from sglang_d3tree.train import vision_evaluate as evaluation
 from sglang_d3tree.train.vision_align import Teacher, lesson, teach
 from sglang_d3tree.train.vision_chat import ChatWriter
@@ -89,7 +90,7 @@ def learn_codes(args: argparse.Namespace, deadline: float | None) -> None:
     source = Images.load(args.seed)
 
     def step(number: int) -> tuple[Tensor, dict[str, float]]:
-        todo = lesson(source, number, args.scenes_per_step, args.easy_per_step, noise=False)
+        todo = lesson(source, teacher.writer, number, args.scenes_per_step, args.easy_per_step, noise=False)
         return teach(teacher, codes(todo.labels), todo.chats)
 
     train(args.work / "codes.pt", {"codes": codes}, {"codes": 3e-3}, args.codes_steps, step, deadline=deadline)
@@ -132,7 +133,7 @@ def align(args: argparse.Namespace, deadline: float | None) -> None:
     source = Images.load(args.seed + 1)
 
     def step(number: int) -> tuple[Tensor, dict[str, float]]:
-        todo = lesson(source, number, args.scenes_per_step, args.easy_per_step)
+        todo = lesson(source, teacher.writer, number, args.scenes_per_step, args.easy_per_step)
         images, labels = source.mixed(number, ALIGN_EXTRA_IMAGES)
         tokens = look(tower, patchify(torch.cat([todo.images, images])))
         error = _regression(tokens[len(todo.images) :], codes(labels).detach())
@@ -182,10 +183,10 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         what = f"{stage}, {steps} steps"
         if args.evaluate == "target":
             what = str(args.target)
-            tower = evaluation.Describer(args.target, None).model.model.visual
+            tower = Verifier(args.target).model.model.visual
         tokens = evaluation.tower_tokens(tower)
         easy = evaluation.easy_items(args.limit)
-        scores |= evaluation.score_descriptions(evaluation.Describer(args.target, tower), drawn)
+        scores |= evaluation.score_descriptions(Verifier(args.target, tower.state_dict()), drawn)
     scores |= evaluation.score_short(teacher, tokens, iter(easy), len(easy))
     scores |= evaluation.score_short(teacher, tokens, evaluation.scene_items(drawn), len(drawn))
     easy_all = evaluation.Tally()

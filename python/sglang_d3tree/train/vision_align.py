@@ -13,12 +13,12 @@ from torch import Tensor
 
 from sglang_d3tree.demo import scenes
 from sglang_d3tree.train import vision_data as data
-from sglang_d3tree.train.vision_chat import ChatWriter, scene_chats
+from sglang_d3tree.train.vision_chat import ChatWriter, fill
 from sglang_d3tree.train.vision_language import Language, Pack, Prefix, answer_logits, pack
 from sglang_d3tree.train.vision_pretrain import Images
 
-SHORT_PER_SCENE = 3
-PER_EASY_IMAGE = 7
+ROW = 128
+"""Tokens per row; questions are added while they fit, since padding costs as much as a question."""
 
 
 @dataclass
@@ -47,8 +47,10 @@ class Lesson:
     chats: list[list[scenes.Chat]]
 
 
-def lesson(source: Images, step: int, scene_count: int, easy_count: int, noise: bool = True) -> Lesson:
-    """The images and questions of one training step."""
+def lesson(
+    source: Images, writer: ChatWriter, step: int, scene_count: int, easy_count: int, noise: bool = True
+) -> Lesson:
+    """The images and questions of one training step: one written form and short questions per scene."""
     rng = random.Random(f"lesson-{source.seed}-{step}")
     batch = source.scenes(step, scene_count)
     chosen = source.easy_indices(step, easy_count)
@@ -56,10 +58,14 @@ def lesson(source: Images, step: int, scene_count: int, easy_count: int, noise: 
     images = torch.cat([batch.images, pictures])
     if noise:
         images = data.add_noise(images, torch.Generator().manual_seed(step))
-    chats = [scene_chats(scene, rng, SHORT_PER_SCENE) for scene in batch.scenes]
+    room = ROW - data.GRID**2 - 1
+    chats = []
+    for scene in batch.scenes:
+        written = rng.choice(scenes.long_chats(scene, rng))
+        chats.append(fill(writer, [written, *scenes.questions(scene, rng)], room))
     for index in chosen:
         asked = source.easy[index].chats
-        chats.append(rng.sample(asked, min(PER_EASY_IMAGE, len(asked))))
+        chats.append(fill(writer, rng.sample(asked, len(asked)), room))
     return Lesson(images, data.join([batch.labels, labels]), chats)
 
 

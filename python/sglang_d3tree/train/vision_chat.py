@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +76,13 @@ class ChatWriter:
         return Segment(prompt, answer, [*weights, boost * END_WEIGHT])
 
 
-def scene_chats(scene: scenes.Scene, rng: random.Random, short: int) -> list[scenes.Chat]:
-    """One written form and `short` questions."""
-    return [rng.choice(scenes.long_chats(scene, rng)), *scenes.questions(scene, rng)[:short]]
+def fill(writer: ChatWriter, chats: list[scenes.Chat], room: int) -> list[scenes.Chat]:
+    """The leading chats that fit into `room` tokens, skipping those too long; never empty."""
+    chosen: list[scenes.Chat] = []
+    for chat in chats:
+        segment = writer.segment(chat)
+        length = len(segment.prompt) + len(segment.answer)
+        if length <= room or not chosen:
+            chosen.append(chat)
+            room -= length
+    return chosen

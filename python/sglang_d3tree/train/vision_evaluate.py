@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sglang_d3tree.demo import scenes
+from sglang_d3tree.demo.gallery import Verifier
 from sglang_d3tree.train import vision_data as data
 from sglang_d3tree.train.vision_align import Teacher, by_kind, exact
 from sglang_d3tree.train.vision_tower import look, patchify
@@ -100,41 +100,12 @@ def scene_items(
         yield data.to_tensor(picture.image), labels, scenes.questions(scene, random.Random(i))
 
 
-class Describer:
-    """The assembled verifier in transformers, with its own processor: what a server would answer."""
-
-    def __init__(self, checkpoint: Path, tower: Any | None) -> None:
-        from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
-
-        self.processor = AutoProcessor.from_pretrained(checkpoint)
-        self.processor.tokenizer.padding_side = "left"
-        self.model = Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
-        if tower is not None:
-            self.model.model.visual.load_state_dict(tower.state_dict())
-
-    @torch.no_grad()
-    def answer(self, images: list[Image.Image], prompts: list[str], max_new_tokens: int = 128) -> list[str]:
-        """Greedy answers, one per image and prompt."""
-        chats = [
-            [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": prompt}]}] for prompt in prompts
-        ]
-        texts = [self.processor.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in chats]
-        inputs = self.processor(images=images, text=texts, padding=True, return_tensors="pt")
-        output = self.model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens)
-        answers: list[str] = self.processor.batch_decode(
-            output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
-        )
-        return answers
-
-
-def score_descriptions(
-    describer: Describer, drawn: list[tuple[scenes.Scene, scenes.Picture]], batch: int = 16
-) -> Scores:
+def score_descriptions(verifier: Verifier, drawn: list[tuple[scenes.Scene, scenes.Picture]], batch: int = 16) -> Scores:
     """Greedy descriptions of held-out scenes: are shapes, colours and the count the drawn ones?"""
     scores: Scores = {f"describe {what}": Tally() for what in ("shapes", "colors", "count", "pairs", "all", "exact")}
     for start in tqdm(range(0, len(drawn), batch), mininterval=10, desc="descriptions"):
         part = drawn[start : start + batch]
-        texts = describer.answer([p.image for _, p in part], [scenes.DESCRIBE_PROMPTS[0]] * len(part))
+        texts = verifier.answer([p.image for _, p in part], [scenes.DESCRIBE_PROMPTS[0]] * len(part))
         for (scene, _), text in zip(part, texts, strict=True):
             grade = scenes.grade_description(scene, text)
             marks = (*astuple(grade), grade.all, text == scenes.describe(scene))
