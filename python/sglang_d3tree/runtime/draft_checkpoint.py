@@ -85,7 +85,9 @@ def _load_config(server_args: Any) -> Any:
             model_override_args=json.loads(server_args.json_model_override_args),
         )
     except Exception as error:
-        raise ValueError(f"{FLAG} {path} has no readable config.json ({error}).") from error
+        # Hub clients explain themselves in paragraphs.
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"{FLAG} {path} has no readable config.json ({reason}).") from error
 
 
 def _check_equal(path: str, key: str, found: int, expected: int) -> None:

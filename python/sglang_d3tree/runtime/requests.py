@@ -31,7 +31,18 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("structural_tag", _sampling("structural_tag", None)),
     Refusal("custom_logit_processor", lambda req: req.custom_logit_processor is not None),
     Refusal("LoRA adapters", lambda req: req.lora_id is not None),
+    # SGLang's seeded sampler stops the scheduler on min_p.
+    Refusal(
+        "min_p under --enable-deterministic-inference",
+        lambda req: req.sampling_params.min_p > 0 and _seeds_count(),
+    ),
 )
+
+
+def _seeds_count() -> bool:
+    from sglang.srt.runtime_context import get_exec
+
+    return bool(get_exec().deterministic.enable_deterministic_inference)
 
 
 def refusal(req: Any) -> str | None:

@@ -17,7 +17,22 @@ def hooks() -> list[Any]:
         Hook("sglang.srt.server_args.ServerArgs.from_cli_args", after_from_cli_args, "AFTER"),
     ]
     rows += [
+        Hook(
+            "sglang.srt.arg_groups.speculative_hook._resolve_speculative_algorithm_alias",
+            around_resolve_algorithm_alias,
+            "AROUND",
+        ),
+        Hook(
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
+            before_create_tokenized_object,
+            "BEFORE",
+        ),
         Hook("sglang.srt.managers.scheduler.validate_dflash_request", after_validate_request, "AFTER"),
+        Hook(
+            "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
+            after_extra_context_len,
+            "AFTER",
+        ),
         Hook(
             "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
             "._update_handlers",
@@ -32,10 +47,19 @@ def hooks() -> list[Any]:
         ),
     ]
     if _on_cpu_platform():
+        from sglang_d3tree.runtime.seeds_cpu import murmur_hash32
         from sglang_d3tree.runtime.slots import assign_req_to_token
 
         rows.append(
             Hook("sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func", assign_req_to_token, "REPLACE")
+        )
+        rows.append(Hook("sglang.srt.layers.sampler.murmur_hash32", murmur_hash32, "REPLACE"))
+        rows.append(
+            Hook(
+                "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode",
+                skip_batch_invariant_kernels,
+                "REPLACE",
+            )
         )
     return rows
 
@@ -70,11 +94,56 @@ def server_args_from_keywords(**kwargs: Any) -> Any:
     return server_args
 
 
+def around_resolve_algorithm_alias(original: Any, algorithm: str | None, *args: Any, **kwargs: Any) -> str | None:
+    """SGLang opens the drafter to guess an alias; a missing one would fail there without naming the flag."""
+    from sglang_d3tree.runtime.algorithm import ALGORITHM
+
+    if algorithm == ALGORITHM:
+        return algorithm
+    result: str | None = original(algorithm, *args, **kwargs)
+    return result
+
+
+def before_create_tokenized_object(
+    manager: Any,
+    obj: Any,
+    input_text: Any,
+    input_ids: Any,
+    input_embeds: Any = None,
+    mm_inputs: Any = None,
+    token_type_ids: Any = None,
+) -> None:
+    """Answer 400 to a request whose images would be left out."""
+    from sglang_d3tree.runtime.images import check_images_used
+
+    # Elsewhere there are model families whose processors this package has never seen.
+    if _serving_d3tree() or _on_cpu_platform():
+        check_images_used(obj.image_data, mm_inputs)
+
+
+def skip_batch_invariant_kernels(runner: Any) -> None:
+    """``--enable-deterministic-inference`` on CPU: seeds count, torch's own matrix products stay.
+
+    The batch-invariant ones that SGLang would install are Triton kernels, and asking for them ends the start-up.
+    """
+
+
 def after_validate_request(result: str | None, req: Any, enable_overlap: bool) -> str | None:
     """Answer 400 to what D3TREE cannot do yet, instead of a wrong answer."""
     from sglang_d3tree.runtime.requests import refusal
 
     return result or (refusal(req) if _serving_d3tree() else None)
+
+
+def after_extra_context_len(extra: int) -> int:
+    """Room in a request's row of the slot table for what a round reserves past the last position of the context.
+
+    SGLang reserves twice the verify width but, with pages of one token, leaves room for one width only, so a request
+    that reaches the end of its context would write past its row.
+    """
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_page_size, get_alloc_reserve_per_decode
+
+    return max(extra, get_alloc_reserve_per_decode() + get_alloc_page_size()) if _serving_d3tree() else extra
 
 
 def _serving_d3tree() -> bool:
