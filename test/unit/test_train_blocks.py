@@ -8,8 +8,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+
 from sglang_d3tree.train import drafter
-from sglang_d3tree.train.data import Conversation
+from sglang_d3tree.train.answers import Conversation
+from sglang_d3tree.train.drafter_blocks import ReducedHead, anchor_range, block_loss, make_blocks
+from sglang_d3tree.train.drafter_checkpoint import new_drafter
+from sglang_d3tree.train.drafter_validation import tree_accept_length
 
 CONFIG = drafter.DrafterConfig(
     hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=50,
@@ -20,7 +24,7 @@ CONFIG = drafter.DrafterConfig(
 
 @pytest.fixture
 def model() -> drafter.DrafterModel:
-    return drafter.new_drafter(CONFIG, seed=0)
+    return new_drafter(CONFIG, seed=0)
 
 
 def random_conversation(length: int, prompt: int, seed: int) -> Conversation:
@@ -65,8 +69,8 @@ def test_block_attends_both_ways(model: drafter.DrafterModel) -> None:
 
 def test_labels_are_the_next_tokens_and_end_with_the_answer() -> None:
     c = random_conversation(10, 4, seed=1)
-    assert list(drafter.anchor_range(c)) == [4, 5, 6, 7, 8]
-    batch = drafter.make_blocks([c], torch.tensor([[4, 8]]), 4, 16)
+    assert list(anchor_range(c)) == [4, 5, 6, 7, 8]
+    batch = make_blocks([c], torch.tensor([[4, 8]]), 4, 16)
     assert batch.block_ids.tolist() == [[[c.tokens[4], 16, 16, 16], [c.tokens[8], 16, 16, 16]]]
     assert batch.labels.tolist() == [[c.tokens[5:8], [c.tokens[9], -1, -1]]]
     assert batch.target_hidden.shape == (1, 8, 64)  # nothing at or after the last anchor
@@ -75,10 +79,10 @@ def test_labels_are_the_next_tokens_and_end_with_the_answer() -> None:
 
 def test_padding_labels_carry_no_loss(model: drafter.DrafterModel) -> None:
     c, embedding = random_conversation(10, 4, seed=1), torch.randn(50, 32)
-    head = drafter.ReducedHead(embedding, torch.arange(50), sample=0)
+    head = ReducedHead(embedding, torch.arange(50), sample=0)
     rng = torch.Generator()
-    batch = drafter.make_blocks([c], torch.tensor([[8]]), 4, 16)
-    loss = drafter.block_loss(model, embedding, head, batch, 4.0, rng)
+    batch = make_blocks([c], torch.tensor([[8]]), 4, 16)
+    loss = block_loss(model, embedding, head, batch, 4.0, rng)
     hidden = model(embedding[batch.block_ids], batch.anchors, batch.target_hidden)
     expected = F.cross_entropy(F.linear(hidden[0, 0, 1:2], embedding), torch.tensor([c.tokens[9]]))
     torch.testing.assert_close(loss, expected)
@@ -88,14 +92,14 @@ def test_reduced_head_equals_the_full_one_when_it_covers_the_vocabulary() -> Non
     weight, hidden, labels = torch.randn(50, 32), torch.randn(6, 32), torch.tensor([1, 40, 40, 3, 49, 0])
     full = F.cross_entropy(F.linear(hidden, weight), labels, reduction="none")
     order = torch.randperm(50)
-    covered = drafter.ReducedHead(weight, order, sample=4).cross_entropy(hidden, labels, torch.Generator())
+    covered = ReducedHead(weight, order, sample=4).cross_entropy(hidden, labels, torch.Generator())
     torch.testing.assert_close(covered, full)
 
 
 def test_reduced_head_estimates_the_full_partition_function() -> None:
     weight, hidden, labels = 0.1 * torch.randn(400, 32), torch.randn(8, 32), torch.arange(8)
     full = F.cross_entropy(F.linear(hidden, weight), labels, reduction="none")
-    head = drafter.ReducedHead(weight, torch.arange(40), sample=60)
+    head = ReducedHead(weight, torch.arange(40), sample=60)
     rng = torch.Generator().manual_seed(0)
     mean = torch.stack([head.cross_entropy(hidden, labels, rng).exp() for _ in range(500)]).mean(dim=0)
     torch.testing.assert_close(mean, full.exp(), rtol=0.02, atol=0.0)
@@ -113,7 +117,7 @@ def test_tree_accept_length_against_enumeration() -> None:
             kept = set(sorted(paths, key=lambda p: -scores[p])[:nodes])
             expected = 1 + max((d for d in (1, 2, 3) if tuple(truth[:d]) in kept), default=0)
             ids = [list(range(5))] * 3
-            assert drafter.tree_accept_length(log_probs.tolist(), ids, truth, nodes) == expected
+            assert tree_accept_length(log_probs.tolist(), ids, truth, nodes) == expected
 
 
 def test_learning_rate_and_block_sizes_follow_the_schedule() -> None:

@@ -9,10 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+
 from sglang_d3tree.demo.target import MASK_TOKEN_ID, build_tiny_target
 from sglang_d3tree.train import data, drafter
+from sglang_d3tree.train.answers import Job, answer, prepare_image
+from sglang_d3tree.train.prompts import KINDS, Prompt, build_prompts
+from sglang_d3tree.train.shards import DataOptions, load_shard, read_options, shard_paths
+from sglang_d3tree.train.tower import LanguageTower
 
-OPTIONS = data.DataOptions(seed=3, per_shard=6, max_new=20, long_max_new=28, sampled_share=0.4)
+OPTIONS = DataOptions(seed=3, per_shard=6, max_new=20, long_max_new=28, sampled_share=0.4)
 TRAIN = drafter.TrainOptions(
     layers=1, block_size=4, steps=60, rows=256, conversations=4, warmup_steps=5, lr=3e-3, warm=False,
     head_frequent=16, head_sample=8,
@@ -32,10 +37,10 @@ def shards(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_prompts_are_distinct_and_longer_lists_extend_shorter_ones() -> None:
-    prompts = data.build_prompts(400, seed=5)
+    prompts = build_prompts(400, seed=5)
     assert len({p.text for p in prompts}) == 400
-    assert data.build_prompts(100, seed=5) == prompts[:100]
-    assert {p.kind for p in prompts} <= set(data.KINDS)
+    assert build_prompts(100, seed=5) == prompts[:100]
+    assert {p.kind for p in prompts} <= set(KINDS)
     assert 0 < sum(p.held_out for p in prompts) < 60
     assert not any("{" in p.text for p in prompts)
 
@@ -45,8 +50,8 @@ def test_generation_matches_transformers(target: Path, shards: Path) -> None:
     from transformers import Qwen2_5_VLForConditionalGeneration
 
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(target, dtype=torch.float32).eval()
-    capture = data.read_options(shards).capture
-    greedy = [c for c in data.load_shard(data.shard_paths(shards)[0]) if c.temperature == 0]
+    capture = read_options(shards).capture
+    greedy = [c for c in load_shard(shard_paths(shards)[0]) if c.temperature == 0]
     assert greedy
     for c in greedy:
         with torch.no_grad():
@@ -66,21 +71,21 @@ def test_image_prompts_match_transformers(target: Path) -> None:
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(target, dtype=torch.float32).eval()
     jobs, expected = [], []
     for color, text in (("red", "what is it"), ("blue", "what is it"), (None, "tell me more")):
-        prompt, draws = data.Prompt(text, "image" if color else "explain"), torch.rand(12)
+        prompt, draws = Prompt(text, "image" if color else "explain"), torch.rand(12)
         content = [{"type": "text", "text": text}]
         image = Image.new("RGB", (80, 112), color) if color else None
         if image is not None:
             content.insert(0, {"type": "image"})
-            ids, terms = data.prepare_image(model, processor, image, text)
+            ids, terms = prepare_image(model, processor, image, text)
             assert terms.offset < 0
-            jobs.append(data.Job(ids, prompt, 0.0, 12, draws, terms))
+            jobs.append(Job(ids, prompt, 0.0, 12, draws, terms))
         rendered = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
         inputs = processor(text=[rendered], images=[image] if image else None, return_tensors="pt")
         if image is None:
-            jobs.append(data.Job(inputs["input_ids"][0].tolist(), prompt, 0.0, 12, draws))
+            jobs.append(Job(inputs["input_ids"][0].tolist(), prompt, 0.0, 12, draws))
         expected.append(model.generate(**inputs, max_new_tokens=12, do_sample=False)[0].tolist())
-    tower = data.LanguageTower(target, capture=(0,))
-    answers = data.answer(tower, jobs, stop_ids=[0, 2], slots=2)
+    tower = LanguageTower(target, capture=(0,))
+    answers = answer(tower, jobs, stop_ids=[0, 2], slots=2)
     assert [a.tokens for a in answers] == expected
     assert not torch.equal(answers[0].hidden[-3], answers[1].hidden[-3])  # the image reaches the states
 
@@ -91,7 +96,7 @@ def test_resumed_data_is_identical(target: Path, shards: Path, tmp_path: Path) -
     (tmp_path / "shard-00001.partial").write_bytes(b"half")
     for worker in (1, 0):
         data.generate(target, tmp_path, num_shards=3, options=OPTIONS, slots=4, worker=(worker, 2), progress=False)
-    for path in data.shard_paths(shards):
+    for path in shard_paths(shards):
         ours, theirs = load_file(tmp_path / path.name), load_file(path)
         for key, value in theirs.items():
             assert torch.equal(ours[key], value), key

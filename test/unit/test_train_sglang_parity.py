@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from sglang_d3tree.demo.target import build_tiny_target
+
+from sglang_d3tree.demo.target import MASK_TOKEN_ID, build_tiny_target
 from sglang_d3tree.train import drafter
 
 pytest.importorskip("sglang")
@@ -99,5 +100,5 @@ def test_config_fields_reach_sglang(tmp_path: Path) -> None:
     parsed = parse_dflash_draft_config(draft_hf_config=AutoConfig.from_pretrained(checkpoint))
     assert parsed.resolve_block_size() == 6
     assert parsed.resolve_target_layer_ids(target_num_layers=4) == [0, 1, 2]
-    assert parsed.mask_token_id == drafter.MASK_TOKEN_ID
+    assert parsed.mask_token_id == MASK_TOKEN_ID
     assert parsed.num_target_layers == 4
