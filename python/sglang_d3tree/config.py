@@ -68,6 +68,24 @@ class Option:
     def default(self) -> Any:
         return next(f.default for f in dataclasses.fields(D3TreeOptions) if f.name == self.name)
 
+    def to_wire(self, value: Any) -> int | float:
+        """A checked value as ``/set_internal_state`` carries it, which is numbers only: a choice by its position."""
+        parsed = self.parse(value)
+        return self.choices.index(parsed) if self.choices else parsed
+
+    def from_wire(self, value: int | float) -> Any:
+        """The inverse of ``to_wire``.
+
+        Raises:
+            ValueError: for a position without a choice, or a value outside the limits.
+        """
+        if self.choices is None:
+            return self.parse(value)
+        if value not in range(len(self.choices)):
+            known = ", ".join(f"{index} = {choice}" for index, choice in enumerate(self.choices))
+            raise ValueError(f"{self.keyword} must be one of {known}; got {value!r}.")
+        return self.choices[int(value)]
+
     def parse(self, value: Any) -> Any:
         """Convert and check one value.
 

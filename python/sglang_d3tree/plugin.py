@@ -7,6 +7,7 @@ the process with one sentence instead.
 
 from __future__ import annotations
 
+import multiprocessing
 import pkgutil
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -16,11 +17,12 @@ SUPPORTED_SGLANG = "0.5.23"
 
 
 class Hook(NamedTuple):
-    """A change to one SGLang function: where, with what, and how (``HookType`` name)."""
+    """A change to one SGLang function: where, with what, how (``HookType`` name), and the process that calls it."""
 
     target: str
     function: Any
     kind: str
+    process: str
 
 
 def register() -> None:
@@ -81,12 +83,25 @@ def _register_attention_backend() -> None:
             names.append(ATTENTION_BACKEND)
 
 
+def _process_roles() -> set[str]:
+    """Which of SGLang's processes this is; a hook elsewhere would only import what that process never needs."""
+    roles = set()
+    if multiprocessing.parent_process() is None or "sglang.srt.entrypoints.engine" in sys.modules:
+        roles.add("main")
+    if "sglang.srt.managers.scheduler" in sys.modules:
+        roles.add("scheduler")
+    return roles
+
+
 def _register_hooks() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_d3tree.runtime import server_hooks
 
+    roles = _process_roles()
     for hook in server_hooks.hooks():
+        if hook.process not in roles:
+            continue
         # SGLang would only log a target that is not there.
         pkgutil.resolve_name(hook.target)
         HookRegistry.register(hook.target, hook.function, HookType[hook.kind])

@@ -1,4 +1,4 @@
-"""An image that does not reach the model is an error, not a shorter prompt.
+"""An image that does not reach the model is the request's error: 400, never a shorter prompt.
 
 SGLang's processors pair images with the placeholders they find in the prompt. An image without a placeholder, or one
 sent to a model without a vision tower, is left out without a word, and the answer is about nothing.
@@ -7,6 +7,16 @@ sent to a model without a vision tower, is left out without a word, and the answ
 from __future__ import annotations
 
 from typing import Any
+
+
+def around_load_image(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """SGLang blames itself (500) for a file that is not there or a decoder that stumbles; the request is at fault."""
+    try:
+        return original(*args, **kwargs)
+    except (ValueError, MemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(f"the image cannot be read: {error}") from error
 
 
 def check_images_used(image_data: Any, multimodal_inputs: Any) -> None:
@@ -25,8 +35,8 @@ def check_images_used(image_data: Any, multimodal_inputs: Any) -> None:
     used = _count_used(multimodal_inputs)
     if used < given:
         raise ValueError(
-            f"The request brings {given} image{'s' * (given > 1)}, but the prompt has a place for {used}: put one image "
-            "placeholder of the model's chat template into the text for every image (/v1/chat/completions does it), "
+            f"The request brings {given} image{'s' * (given > 1)}, but the prompt has a place for {used}: put one "
+            "image placeholder of the model's chat template into the text for every image (/v1/chat/completions does it), "
             "and check that --model-path is a model with vision."
         )
 

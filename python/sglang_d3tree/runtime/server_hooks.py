@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from sglang_d3tree import config
@@ -11,56 +12,35 @@ from sglang_d3tree import config
 def hooks() -> list[Any]:
     """All hooks, as ``plugin.Hook`` rows."""
     from sglang_d3tree.plugin import Hook
+    from sglang_d3tree.runtime.images import around_load_image
 
+    state_controller = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
+    alias = "sglang.srt.arg_groups.speculative_hook"
+    sizing = "sglang.srt.mem_cache.allocation_sizing"
+    tokenizer_manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
     rows = [
-        Hook("sglang.srt.server_args.ServerArgs.add_cli_args", after_add_cli_args, "AFTER"),
-        Hook("sglang.srt.server_args.ServerArgs.from_cli_args", after_from_cli_args, "AFTER"),
-    ]
-    rows += [
-        Hook(
-            "sglang.srt.arg_groups.speculative_hook._resolve_speculative_algorithm_alias",
-            around_resolve_algorithm_alias,
-            "AROUND",
-        ),
-        Hook(
-            "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
-            before_create_tokenized_object,
-            "BEFORE",
-        ),
-        Hook("sglang.srt.managers.scheduler.validate_dflash_request", after_validate_request, "AFTER"),
-        Hook(
-            "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
-            after_extra_context_len,
-            "AFTER",
-        ),
-        Hook(
-            "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
-            "._update_handlers",
-            after_update_handlers,
-            "AFTER",
-        ),
-        Hook(
-            "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
-            "._add_speculative",
-            after_add_speculative,
-            "AFTER",
-        ),
+        Hook("sglang.srt.server_args.ServerArgs.add_cli_args", after_add_cli_args, "AFTER", "main"),
+        Hook("sglang.srt.server_args.ServerArgs.from_cli_args", after_from_cli_args, "AFTER", "main"),
+        Hook(f"{alias}._resolve_speculative_algorithm_alias", around_resolve_algorithm_alias, "AROUND", "main"),
+        Hook("sglang.srt.utils.common.load_image", around_load_image, "AROUND", "main"),
+        Hook(f"{tokenizer_manager}._create_tokenized_object", before_create_tokenized_object, "BEFORE", "main"),
+        Hook("sglang.srt.entrypoints.engine.Engine._launch_subprocesses", after_launch_subprocesses, "AFTER", "main"),
+        Hook("sglang.srt.managers.scheduler.validate_dflash_request", after_validate_request, "AFTER", "scheduler"),
+        Hook(f"{sizing}.get_req_to_token_extra_context_len", after_extra_context_len, "AFTER", "scheduler"),
+        Hook(f"{state_controller}._update_handlers", after_update_handlers, "AFTER", "scheduler"),
+        Hook(f"{state_controller}._add_speculative", after_add_speculative, "AFTER", "scheduler"),
     ]
     if _on_cpu_platform():
         from sglang_d3tree.runtime.seeds_cpu import murmur_hash32
         from sglang_d3tree.runtime.slots import assign_req_to_token
 
-        rows.append(
-            Hook("sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func", assign_req_to_token, "REPLACE")
-        )
-        rows.append(Hook("sglang.srt.layers.sampler.murmur_hash32", murmur_hash32, "REPLACE"))
-        rows.append(
-            Hook(
-                "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode",
-                skip_batch_invariant_kernels,
-                "REPLACE",
-            )
-        )
+        allocation = "sglang.srt.mem_cache.allocation"
+        runner = "sglang.srt.model_executor.model_runner.ModelRunner"
+        rows += [
+            Hook(f"{allocation}.assign_req_to_token_pool_func", assign_req_to_token, "REPLACE", "scheduler"),
+            Hook("sglang.srt.layers.sampler.murmur_hash32", murmur_hash32, "REPLACE", "scheduler"),
+            Hook(f"{runner}.maybe_enable_batch_invariant_mode", skip_batch_invariant_kernels, "REPLACE", "scheduler"),
+        ]
     return rows
 
 
@@ -121,6 +101,15 @@ def before_create_tokenized_object(
         check_images_used(obj.image_data, mm_inputs)
 
 
+def after_launch_subprocesses(result: Any, *args: Any, **kwargs: Any) -> None:
+    """The HTTP server, where there is one, gets our route before it starts to listen."""
+    http_server = sys.modules.get("sglang.srt.entrypoints.http_server")
+    if http_server is not None and _serving_d3tree():
+        from sglang_d3tree.runtime.http_routes import add_routes
+
+        add_routes(http_server)
+
+
 def skip_batch_invariant_kernels(runner: Any) -> None:
     """``--enable-deterministic-inference`` on CPU: seeds count, torch's own matrix products stay.
 
@@ -162,19 +151,18 @@ def after_update_handlers(handlers: dict[str, Any], controller: Any) -> dict[str
         return handlers
     worker = controller.scheduler.draft_worker
 
+    by_keyword = {option.keyword: option for option in config.OPTIONS if option.runtime}
+
     def validate(key: str, value: Any) -> None:
         try:
-            worker.options.replace(**{key.removeprefix("speculative_d3tree_"): value})
+            by_keyword[key].from_wire(value)
         except ValueError as error:
             raise UpdateRejected(str(error)) from error
 
     def apply(key: str, value: Any) -> None:
-        worker.set_options(**{key.removeprefix("speculative_d3tree_"): value})
+        worker.set_options(**{by_keyword[key].name: by_keyword[key].from_wire(value)})
 
-    for option in config.OPTIONS:
-        if option.runtime:
-            handlers[option.keyword] = _UpdateHandler(validate, apply)
-    return handlers
+    return handlers | {keyword: _UpdateHandler(validate, apply) for keyword in by_keyword}
 
 
 def after_add_speculative(result: Any, controller: Any, state: dict[str, Any]) -> None:
