@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from sglang_d3tree.train.answers import Job, answer
 from sglang_d3tree.train.prompts import Prompt, build_prompts
@@ -42,11 +43,15 @@ def make_jobs(prompts: Sequence[Prompt], tokenizer: Any, options: DataOptions, s
 
 
 def target_fingerprint(target_dir: Path) -> str:
-    """Short hash of the target's weights: data from one target must not train a drafter for another."""
+    """Short hash of the language tower: data from one target must not train a drafter for another.
+
+    The vision tower is left out, so text answers stay valid when it is trained further.
+    """
     digest = hashlib.sha256()
-    with (target_dir / "model.safetensors").open("rb") as handle:
-        while chunk := handle.read(1 << 22):
-            digest.update(chunk)
+    for name, value in sorted(load_file(target_dir / "model.safetensors").items()):
+        if not name.startswith("visual."):
+            digest.update(name.encode())
+            digest.update(value.contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()[:16]
 
 
