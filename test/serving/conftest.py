@@ -1,0 +1,86 @@
+"""Servers shared by the serving tests. Starting one takes as long as many tests, so each lives for the session.
+
+stock           the real target by SGLang alone: torch_native attention, no speculation, float32
+d3tree          the same target with D3TREE, float32, prompts prefilled in chunks of 64 tokens
+letters         the letters target (``support.models``) with D3TREE, 45 rows: fast, long accepted paths, sampling
+letters_plain   the letters target without speculation on our platform, seeds count
+letters_seeded  the letters target with D3TREE, seeds count
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from support import models
+from support.servers import SERVE, Server
+
+DETERMINISTIC = "--enable-deterministic-inference"
+# Enough for the tests; the default would reserve gigabytes per server.
+POOL = ("--max-total-tokens", 16384)
+
+
+def speculative(target: Path, drafter: Path, *flags: Any) -> list[Any]:
+    """Flags of a D3TREE server in float32."""
+    return [
+        *("--model-path", target, "--dtype", "float32", *POOL),
+        *("--speculative-algorithm", "d3tree", "--speculative-draft-model-path", drafter, *flags),
+    ]
+
+
+def plain(target: Path, *flags: Any) -> list[Any]:
+    """Flags of a server without speculation in float32."""
+    return ["--model-path", target, "--dtype", "float32", *POOL, *flags]
+
+
+def running(server: Server) -> Iterator[Server]:
+    """Body of a server fixture: ready before the tests, gone after them whatever happened."""
+    try:
+        yield server.wait_until_ready()
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def stock() -> Iterator[Server]:
+    yield from running(Server(*plain(models.real_target(), "--attention-backend", "torch_native")))
+
+
+@pytest.fixture(scope="session")
+def d3tree() -> Iterator[Server]:
+    flags = speculative(models.real_target(), models.real_drafter(), "--chunked-prefill-size", 64)
+    yield from running(Server(*flags, entry=SERVE))
+
+
+@pytest.fixture(scope="session")
+def letters() -> Iterator[Server]:
+    target, drafter = models.letters_target(), models.letters_drafter()
+    yield from running(Server(*speculative(target, drafter, "--speculative-d3tree-max-rows", 45)))
+
+
+@pytest.fixture(scope="session")
+def letters_plain() -> Iterator[Server]:
+    yield from running(Server(*plain(models.letters_target(), DETERMINISTIC)))
+
+
+@pytest.fixture(scope="session")
+def letters_seeded() -> Iterator[Server]:
+    target, drafter = models.letters_target(), models.letters_drafter()
+    yield from running(Server(*speculative(target, drafter, DETERMINISTIC), entry=SERVE))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """A failing test shows the end of the log of every server it used."""
+    report: Any = yield
+    if report.failed:
+        for name, value in getattr(item, "funcargs", {}).items():
+            if isinstance(value, Server):
+                report.sections.append((f"log of server {name}", value.log_tail()))
+    return report
