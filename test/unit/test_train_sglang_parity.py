@@ -7,6 +7,7 @@ context's and the block's keys, with no mask: the draft layers are bidirectional
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,19 @@ class PlainAttention(torch.nn.Module):
         return (weights @ v).transpose(0, 1).flatten(1)
 
 
+@pytest.fixture
+def sglang_context() -> Iterator[None]:
+    """SGLang keeps its configuration per process: leave it to the next test as it was."""
+    from sglang.srt.runtime_context import get_context, reset_context
+
+    before = get_context()._server_args
+    yield
+    if before is None:
+        reset_context()
+    else:
+        get_context().set_server_args(before)
+
+
 def load_into_sglang(checkpoint: Path) -> Any:
     """SGLang's model with the checkpoint's weights, float32, on its portable code paths."""
     from sglang.srt.models.dflash import DFlashDraftModel
@@ -61,7 +75,7 @@ def load_into_sglang(checkpoint: Path) -> Any:
     return model
 
 
-def test_block_output_equals_sglang(tmp_path: Path) -> None:
+def test_block_output_equals_sglang(tmp_path: Path, sglang_context: None) -> None:
     target = build_tiny_target(tmp_path / "target", vocab_size=64, seed=2)
     checkpoint = drafter.init_drafter(target, tmp_path / "drafter", layers=2, block_size=4, seed=5)
     ours = drafter.load_dflash_checkpoint(checkpoint)
