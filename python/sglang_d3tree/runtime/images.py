@@ -36,8 +36,8 @@ def check_images_used(image_data: Any, multimodal_inputs: Any) -> None:
     if used < given:
         raise ValueError(
             f"The request brings {given} image{'s' * (given > 1)}, but the prompt has a place for {used}: put one "
-            "image placeholder of the model's chat template into the text for every image (/v1/chat/completions does it), "
-            "and check that --model-path is a model with vision."
+            "image placeholder of the model's chat template into the text for every image (/v1/chat/completions "
+            "does it), and check that --model-path is a model with vision."
         )
 
 

@@ -32,12 +32,13 @@ def hooks() -> list[Any]:
     ]
     if _on_cpu_platform():
         from sglang_d3tree.runtime.seeds_cpu import murmur_hash32
-        from sglang_d3tree.runtime.slots import assign_req_to_token
+        from sglang_d3tree.runtime.slots import assign_req_to_token, last_slots
 
         allocation = "sglang.srt.mem_cache.allocation"
         runner = "sglang.srt.model_executor.model_runner.ModelRunner"
         rows += [
             Hook(f"{allocation}.assign_req_to_token_pool_func", assign_req_to_token, "REPLACE", "scheduler"),
+            Hook(f"{allocation}.get_last_loc", last_slots, "REPLACE", "scheduler"),
             Hook("sglang.srt.layers.sampler.murmur_hash32", murmur_hash32, "REPLACE", "scheduler"),
             Hook(f"{runner}.maybe_enable_batch_invariant_mode", skip_batch_invariant_kernels, "REPLACE", "scheduler"),
         ]

@@ -64,3 +64,13 @@ def assign_req_to_token(
     within = torch.arange(request.numel(), device=counts.device) - first[request]
     positions = start_offset.to(torch.int64)[request] + within
     req_to_token[req_pool_indices[request], positions] = out_cache_loc[: request.numel()].to(req_to_token.dtype)
+
+
+def last_slots(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Slot of every request's last token [R], -1 for an empty request.
+
+    SGLang has this in torch, but picks the Triton version for every backend it does not know by name.
+    """
+    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+
+    return get_last_loc_torch(req_to_token, req_pool_indices, lengths)
