@@ -22,8 +22,8 @@ from support import models
 from support.servers import SERVE, Server
 
 DETERMINISTIC = "--enable-deterministic-inference"
-# Enough for the tests; the default would reserve gigabytes per server.
-POOL = ("--max-total-tokens", 16384)
+# Enough for the tests; the default would reserve gigabytes per server. Small enough to run out of in one test.
+POOL = ("--max-total-tokens", 9216)
 
 
 def speculative(target: Path, drafter: Path, *flags: Any) -> list[Any]:

@@ -138,7 +138,9 @@ def test_neighbours_of_an_aborted_stream(d3tree: Server, expected: dict[str, lis
         if prompt in gone:
             hang_up_after(d3tree, prompt.text, 3, max_new_tokens=400, ignore_eos=True, **prompt.body())
             return None
-        ids: list[int] = d3tree.generate(prompt.text, max_new_tokens=LENGTH, ignore_eos=True, **prompt.body())["output_ids"]
+        ids: list[int] = d3tree.generate(prompt.text, max_new_tokens=LENGTH, ignore_eos=True, **prompt.body())[
+            "output_ids"
+        ]
         return ids
 
     answers = at_once(ask, gone + staying, concurrency=8)
@@ -165,7 +167,9 @@ def test_every_policy_switched_at_run_time(
     assert_equal(prompts, output_ids(answers), expected)
 
 
-def test_policy_changed_in_the_middle_of_a_stream(d3tree: Server, expected: dict[str, list[int]], restored_options: None) -> None:
+def test_policy_changed_in_the_middle_of_a_stream(
+    d3tree: Server, expected: dict[str, list[int]], restored_options: None
+) -> None:
     prompt = PROMPTS[2]
     last: dict[str, Any] = {}
     for count, chunk in enumerate(stream(d3tree, prompt.text, max_new_tokens=LENGTH, ignore_eos=True)):

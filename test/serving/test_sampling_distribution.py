@@ -64,7 +64,7 @@ def p_value(draws: Sequence[tuple[int, int, int]], probabilities: torch.Tensor) 
     wanted = [*expected[common].tolist(), float(expected[~common].sum())]
     if wanted[-1] < FEWEST:
         # Too rare to be a cell of its own.
-        observed, wanted = observed[:-2] + [sum(observed[-2:])], wanted[:-2] + [sum(wanted[-2:])]
+        observed, wanted = [*observed[:-2], sum(observed[-2:])], [*wanted[:-2], sum(wanted[-2:])]
     scale = sum(observed) / sum(wanted)
     return float(chisquare(observed, [w * scale for w in wanted]).pvalue)
 
@@ -147,7 +147,8 @@ def test_a_seed_gives_the_same_text_alone_in_a_batch_and_without_speculation(
 def test_openai_seed_is_the_sampling_seed(letters_seeded: Server) -> None:
     body = {"model": "default", "prompt": PROMPT, "max_tokens": 24, "temperature": 1, "ignore_eos": True}
     texts = [
-        letters_seeded.post("/v1/completions", {**body, "seed": seed}).json()["choices"][0]["text"] for seed in (5, 6, 5)
+        letters_seeded.post("/v1/completions", {**body, "seed": seed}).json()["choices"][0]["text"]
+        for seed in (5, 6, 5)
     ]
     assert texts[0] == texts[2] != texts[1]
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import requests
+
 from support.prompts import Prompt
 from support.servers import Server, generate_body
 

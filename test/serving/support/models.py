@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+
 from sglang_d3tree.demo.target import ASSETS, MASK_TOKEN_ID, atomic_directory, build_target, build_tiny_target
 from sglang_d3tree.train.drafter import init_drafter
 

@@ -46,6 +46,7 @@ def resolve_all(cases: list[dict[str, Any]], timeout: float = 300) -> list[dict[
 def _resolve(case: dict[str, Any]) -> dict[str, Any]:
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.server_args import prepare_server_args
+
     from sglang_d3tree.config import options_of
 
     os.environ.update(case.get("environment", {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -28,7 +29,9 @@ class Server:
     arguments: the flags after ``--host`` and ``--port``. entry: how Python is asked to start it.
     """
 
-    def __init__(self, *arguments: Any, entry: Sequence[str] = LAUNCH, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, *arguments: Any, entry: Sequence[str] = LAUNCH, environment: dict[str, str] | None = None
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.command = [sys.executable, *entry, *(str(a) for a in arguments)]
@@ -68,10 +71,8 @@ class Server:
             group = self.process.pid
         # SGLang's children join the group that the start opened.
         children = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         for child in children:
             if child.is_running():
                 child.kill()
@@ -114,8 +115,7 @@ class Server:
 
     def set_options(self, **options: Any) -> requests.Response:
         """Change D3TREE options of the running server: ``set_options(policy="chain")``."""
-        keys = {f"speculative_d3tree_{name}": value for name, value in options.items()}
-        return self.post("/set_internal_state", {"server_args": keys})
+        return self.post("/d3tree/options", options)
 
     def flush_cache(self) -> None:
         """Empty the radix cache; the server must be idle."""
