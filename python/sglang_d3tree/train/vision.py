@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=None, help="stop (resumably) after this long")
     parser.add_argument("--batch", type=int, default=64, help="images per step where no language model runs")
-    for name, steps in (("pretrain", 1000), ("codes", 400), ("transfer", 500), ("align", 600)):
+    for name, steps in (("pretrain", 700), ("codes", 400), ("transfer", 600), ("align", 600)):
         parser.add_argument(f"--{name}-steps", type=int, default=steps)
     parser.add_argument("--scenes-per-step", type=int, default=2, help="of a step through the language model")
     parser.add_argument("--easy-per-step", type=int, default=3, help="easy-VQA images, likewise")
