@@ -43,7 +43,7 @@ def train(
     step_function: StepFunction,
     *,
     deadline: float | None = None,
-    save_every: int = 50,
+    save_seconds: float = 120,
     log_every: int = 10,
 ) -> None:
     """Trains `modules` (those with a learning rate) to `steps` with AdamW; returns at once if they are done.
@@ -68,6 +68,7 @@ def train(
         save_atomically({**state, "optimizer": optimizer.state_dict(), "step": step}, path)
 
     average: dict[str, float] = {}
+    saved = time.time()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".log").open("a") as log:
         for step in tqdm(range(start, steps), initial=start, total=steps, mininterval=30, desc=path.stem):
@@ -86,7 +87,8 @@ def train(
                 log.write(f"{time.strftime('%H:%M:%S')} step {step + 1} {line}\n")
                 log.flush()
             late = deadline is not None and time.time() > deadline
-            if (step + 1) % save_every == 0 or step + 1 == steps or late:
+            if time.time() - saved > save_seconds or step + 1 == steps or late:
                 save(step + 1)
+                saved = time.time()
             if late and step + 1 < steps:
                 raise OutOfTimeError
