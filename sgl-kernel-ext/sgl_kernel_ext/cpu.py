@@ -13,14 +13,16 @@ import platform
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from sgl_kernel_ext.dispatch import register
 from sgl_kernel_ext.reference import attention as reference
+from sgl_kernel_ext.reference import tree
 from sgl_kernel_ext.reference.attention import ATTENTION_MODES, AttentionMode, check_attention_inputs
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -112,21 +114,48 @@ def _ninja_on_path() -> Iterator[None]:
         os.environ["PATH"] = before
 
 
+def build_all() -> bool:
+    """Build and load every C++ kernel: what a server calls while it starts, so that no request waits for a compiler.
+
+    Returns:
+        Whether all of them run in C++; otherwise the warning has been given and the reference answers.
+    """
+    return all([attention_ops() is not None, tree_ops() is not None])
+
+
 @functools.cache
 def attention_ops() -> object | None:
-    """The C++ operators, or None (after one warning in this process) when they cannot be built.
+    """The operators of attention.cpp, or None (after the warning) when they cannot be built."""
+    return _ops_or_warning("attention")
 
-    Servers call this while they start, so that no request waits for the compiler.
-    """
+
+@functools.cache
+def tree_ops() -> object | None:
+    """The operators of tree.cpp, or None (after the warning) when they cannot be built."""
+    return _ops_or_warning("tree")
+
+
+def _ops_or_warning(name: str) -> object | None:
     try:
-        return load_ops("attention")
+        return load_ops(name)
     except BuildError as error:
-        warnings.warn(
-            f"CPU attention runs on its slow torch reference because the C++ kernel is unavailable: {error}",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+        _warn_once(str(error))
         return None
+
+
+_warned = False
+
+
+def _warn_once(reason: str) -> None:
+    # What keeps one kernel from being built mostly keeps all of them from it, and one warning is read.
+    global _warned
+    if not _warned:
+        warnings.warn(
+            f"CPU kernels run on their slow torch reference because C++ is unavailable: {reason}",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+    _warned = True
 
 
 def paged_attention(
@@ -176,5 +205,23 @@ def paged_attention(
     )  # fmt: skip
 
 
+def _tree_kernel(name: str) -> Callable[..., Any]:
+    specification: Callable[..., Any] = getattr(tree, name)
+
+    @functools.wraps(specification)
+    def kernel(*args: Any) -> Any:
+        ops = tree_ops()
+        # The C++ operators have no derivative; a trainer that wants one gets the reference.
+        if ops is None or (torch.is_grad_enabled() and any(getattr(arg, "requires_grad", False) for arg in args)):
+            return specification(*args)
+        return getattr(ops, name)(*args)
+
+    return kernel
+
+
+TREE_KERNELS = ("draft_candidates", "build_tree", "path_product", "fill_rows", "layout_rows", "matching_child")
+
 register("paged_attention", "reference", reference.paged_attention)
 register("paged_attention", "cpp", paged_attention)
+for _name in TREE_KERNELS:
+    register(_name, "cpp", _tree_kernel(_name))

@@ -3,9 +3,12 @@
     fill_rows = get_kernel("fill_rows", survival.device.type)
 
 Every kernel has a `reference` in plain torch, which runs on any device and specifies the result. Faster ones are
-added by `register`; nobody else has to know about them.
+added by `register`; nobody else has to know about them. Those of this package join when a device first asks for a
+kernel, so that importing the table needs neither a compiler nor Triton.
 """
 
+import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +28,9 @@ KERNELS: dict[str, dict[str, Kernel]] = {
 PREFERENCE: dict[str, tuple[str, ...]] = {"cuda": ("triton", "reference"), "cpu": ("cpp", "reference")}
 
 
+PROVIDERS: dict[str, str] = {"cpu": "sgl_kernel_ext.cpu"}
+
+
 def register(name: str, impl: str, fn: Kernel) -> None:
     """Add an implementation (`reference`, `cpp` or `triton`) of the kernel `name`; the last one registered counts.
 
@@ -41,8 +47,19 @@ def get_kernel(name: str, device_type: str) -> Kernel:
 
     Raises KeyError if `name` is unknown or has no implementation that runs on this device.
     """
+    _import_provider(device_type)
     implementations = KERNELS.get(name, {})
     for impl in PREFERENCE.get(device_type, ("reference",)):
         if impl in implementations:
             return implementations[impl]
     raise KeyError(f"no kernel {name!r} for {device_type}; registered: {sorted(implementations) or 'none'}")
+
+
+@functools.cache
+def _import_provider(device_type: str) -> None:
+    """Import the module that registers this device's kernels; Triton may be missing, then the reference serves."""
+    try:
+        importlib.import_module(PROVIDERS.get(device_type, __name__))
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise

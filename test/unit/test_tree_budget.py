@@ -150,6 +150,13 @@ def test_a_broken_head_cannot_drop_an_anchor():
     assert torch.equal(fill_rows(tree, survival, tree.valid, 3), torch.arange(10).expand(3, 10) == 0)
 
 
+def test_minus_zero_is_no_survival_and_nothing_else():
+    tree = build_tree(random_candidates(5, 3, 4, 4), torch.tensor([1, 2, 3]), 10)
+    survival = torch.full(tree.valid.shape, -0.0)
+    assert torch.equal(fill_rows(tree, survival, tree.valid, 9), fill_rows(tree, survival.abs(), tree.valid, 9))
+    assert torch.equal(fill_rows(tree, survival, tree.valid, 3), torch.arange(10).expand(3, 10) == 0)
+
+
 def test_errors():
     tree = build_tree(random_candidates(5, 3, 4, 4), torch.tensor([1, 2, 3]), 10)
     with pytest.raises(ValueError):

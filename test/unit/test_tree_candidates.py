@@ -64,6 +64,12 @@ def test_banned_tokens_come_last_and_are_impossible():
     assert candidates.log_probs[0, 0, 2] == -torch.inf
 
 
+def test_the_two_zeros_are_equal():
+    logits = torch.full((1, 1, 200), -1.0)
+    logits[0, 0, [3, 100]] = torch.tensor([-0.0, 0.0])
+    assert draft_candidates(logits, 3).token_ids.tolist() == [[[3, 100, 0]]]
+
+
 def test_errors():
     with pytest.raises(ValueError):
         draft_candidates(torch.zeros(3, 5), 2)

@@ -17,7 +17,7 @@ _FLAT_BITS = 23
 
 def _descending(values: Tensor) -> Tensor:
     """float32 of any shape -> int64 in [-2^31, 2^31) that sorts ascending as the floats sort descending."""
-    bits = values.contiguous().view(torch.int32)
+    bits = (values + 0.0).contiguous().view(torch.int32)  # the two zeros are equal: -0 becomes 0
     return (~(bits ^ ((bits >> 31) & 0x7FFFFFFF))).long()
 
 
