@@ -27,7 +27,6 @@ def add_routes(http_server: Any) -> None:
     if any(getattr(route, "path", None) == PATH for route in http_server.app.routes):
         return
 
-    @http_server.app.post(PATH)
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def set_options(request: Request) -> JSONResponse:
         try:
@@ -39,8 +38,9 @@ def add_routes(http_server: Any) -> None:
         updated = await manager.set_internal_state(SetInternalStateReq(server_args=numbers))
         return JSONResponse({"updated": all(updated)}, status_code=200 if all(updated) else 400)
 
-    # FastAPI looks annotations up in the module's globals; a local import is not there.
+    # FastAPI looks annotations up in the module's globals when a route is added; a local import is not there.
     set_options.__annotations__["request"] = Request
+    http_server.app.post(PATH)(set_options)
 
 
 def wire_values(changes: Any) -> dict[str, int | float]:
