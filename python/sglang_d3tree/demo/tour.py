@@ -101,13 +101,17 @@ def server_info(url: str) -> dict[str, Any]:
 def frontend_program(url: str, image_file: Path) -> str:
     """An SGLang frontend program with an image, as a user of the frontend language would write it."""
     import sglang as sgl
+    from sglang.lang.chat_template import get_chat_template
 
     @sgl.function
     def look(s: Any, picture: str) -> None:
         s += sgl.user(sgl.image(picture) + "Which shapes are in the image?")
         s += sgl.assistant(sgl.gen("answer", max_tokens=48, temperature=0))
 
-    sgl.set_default_backend(sgl.RuntimeEndpoint(url))
+    endpoint = sgl.RuntimeEndpoint(url)
+    # The frontend guesses placeholders from the model's path, which says nothing here; a wrong one loses the image.
+    endpoint.chat_template = get_chat_template("qwen2-vl")
+    sgl.set_default_backend(endpoint)
     return str(look.run(picture=str(image_file))["answer"])
 
 

@@ -49,7 +49,7 @@ def refusal(req: Any) -> str | None:
     """The sentence for a request that must be answered with 400, or None.
 
     Args:
-        req: SGLang's ``Req``, before it enters the waiting queue.
+        req: SGLang's ``Req`` before it enters the waiting queue, or the ``TokenizedGenerateReqInput`` it is made of.
     """
     features = [row.feature for row in REFUSALS if row.asked(req)]
     if not features:

@@ -24,6 +24,7 @@ def hooks() -> list[Any]:
         Hook(f"{alias}._resolve_speculative_algorithm_alias", around_resolve_algorithm_alias, "AROUND", "main"),
         Hook("sglang.srt.utils.common.load_image", around_load_image, "AROUND", "main"),
         Hook(f"{tokenizer_manager}._create_tokenized_object", before_create_tokenized_object, "BEFORE", "main"),
+        Hook(f"{tokenizer_manager}._create_tokenized_object", after_create_tokenized_object, "AFTER", "main"),
         Hook("sglang.srt.entrypoints.engine.Engine._launch_subprocesses", after_launch_subprocesses, "AFTER", "main"),
         Hook("sglang.srt.managers.scheduler.validate_dflash_request", after_validate_request, "AFTER", "scheduler"),
         Hook(f"{sizing}.get_req_to_token_extra_context_len", after_extra_context_len, "AFTER", "scheduler"),
@@ -100,6 +101,17 @@ def before_create_tokenized_object(
     # Elsewhere there are model families whose processors this package has never seen.
     if _serving_d3tree() or _on_cpu_platform():
         check_images_used(obj.image_data, mm_inputs)
+
+
+def after_create_tokenized_object(tokenized: Any, *args: Any) -> None:
+    """Answer 400 to what D3TREE cannot do yet before a stream has begun with 200; the scheduler checks again."""
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+
+    from sglang_d3tree.runtime.requests import refusal
+
+    sentence = refusal(tokenized) if _serving_d3tree() and isinstance(tokenized, TokenizedGenerateReqInput) else None
+    if sentence is not None:
+        raise ValueError(sentence)
 
 
 def after_launch_subprocesses(result: Any, *args: Any, **kwargs: Any) -> None:
