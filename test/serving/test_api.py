@@ -254,6 +254,7 @@ def test_multi_turn_with_an_image_in_each_turn(stock: Server, d3tree: Server) ->
 
 def test_frontend_language(letters: Server, tmp_path: Path) -> None:
     import sglang as sgl
+    from sglang.lang.chat_template import get_chat_template
 
     (tmp_path / "picture.png").write_bytes(png(PICTURE))
 
@@ -268,6 +269,8 @@ def test_frontend_language(letters: Server, tmp_path: Path) -> None:
         s += sgl.gen("second", max_tokens=8, temperature=0, ignore_eos=True)
 
     endpoint = sgl.RuntimeEndpoint(letters.url)
+    # Guessed from the model's path otherwise; a wrong placeholder is refused, as the last lines show.
+    guessed, endpoint.chat_template = endpoint.chat_template, get_chat_template("qwen2-vl")
     told = tell.run(backend=endpoint)
     assert told["first"] == letters.generate(PROMPT, max_new_tokens=8, ignore_eos=True)["text"]
     assert told["second"] == letters.generate(PROMPT + told["first"], max_new_tokens=8, ignore_eos=True)["text"]
@@ -275,6 +278,9 @@ def test_frontend_language(letters: Server, tmp_path: Path) -> None:
     assert seen["answer"].strip()
     batch = look.run_batch([{"path": str(tmp_path / "picture.png")}] * 3, backend=endpoint)
     assert [state["answer"] for state in batch] == [seen["answer"]] * 3
+    endpoint.chat_template = guessed
+    lost = look.run(path=str(tmp_path / "picture.png"), backend=endpoint)
+    assert "placeholder" in str(lost.error())
 
 
 # ---------------------------------------------------------------- what is refused
@@ -282,7 +288,7 @@ def test_frontend_language(letters: Server, tmp_path: Path) -> None:
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "return_logprob": ({"return_logprob": True}, "log probabilities"),
-    "return_hidden_states": ({"return_hidden_states": True}, "return_hidden_states"),
+    "return_hidden_states": ({"return_hidden_states": True}, "hidden states"),
     "frequency_penalty": ({"sampling_params": {"frequency_penalty": 0.5}}, "frequency_penalty"),
     "presence_penalty": ({"sampling_params": {"presence_penalty": 0.5}}, "presence_penalty"),
     "repetition_penalty": ({"sampling_params": {"repetition_penalty": 1.2}}, "repetition_penalty"),
@@ -320,10 +326,17 @@ OPENAI_REFUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("feature", OPENAI_REFUSED)
 def test_unsupported_feature_over_the_openai_api(feature: str, letters: Server) -> None:
     body = {"model": "default", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8}
-    for stream_it in (False, True):
-        response = letters.post("/v1/chat/completions", {**body, **OPENAI_REFUSED[feature], "stream": stream_it})
+    for streamed in (False, True):
+        response = letters.post("/v1/chat/completions", {**body, **OPENAI_REFUSED[feature], "stream": streamed})
         assert response.status_code == 400, response.text[:500]
         assert "d3tree does not support" in response.text, response.text
+
+
+def test_refused_native_stream_says_400_in_its_first_event(letters: Server) -> None:
+    """``/generate`` streams begin with 200 in SGLang, whatever the request."""
+    response = letters.post("/generate", {"text": PROMPT, "return_logprob": True, "stream": True})
+    error = json.loads(response.text.splitlines()[0].removeprefix("data: "))["error"]
+    assert error["code"] == 400 and "d3tree does not support" in error["message"]
 
 
 def test_refused_request_does_not_end_its_batch(letters: Server) -> None:

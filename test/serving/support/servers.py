@@ -83,7 +83,8 @@ class Server:
         return self.log_path.read_text(errors="replace")
 
     def log_tail(self, lines: int = 60) -> str:
-        return "\n".join(self.log().splitlines()[-lines:])
+        lines_of_interest = [line for line in self.log().splitlines() if "GET /health" not in line]
+        return "\n".join(lines_of_interest[-lines:])
 
     # ------------------------------------------------------------ requests
 
@@ -113,9 +114,10 @@ class Server:
         state: dict[str, Any] = requests.get(f"{self.url}/server_info", timeout=60).json()["internal_states"][0]
         return state
 
-    def set_options(self, **options: Any) -> requests.Response:
+    def set_options(self, **options: Any) -> None:
         """Change D3TREE options of the running server: ``set_options(policy="chain")``."""
-        return self.post("/d3tree/options", options)
+        response = self.post("/d3tree/options", options)
+        assert response.status_code == 200, f"{options}: {response.status_code} {response.text}\n{self.log_tail(30)}"
 
     def flush_cache(self) -> None:
         """Empty the radix cache; the server must be idle."""
