@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from sgl_kernel_ext.reference import tree
+from sgl_kernel_ext.reference import kv, tree
 
 Kernel = Callable[..., Any]
 
@@ -23,12 +23,13 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "fill_rows": {"reference": tree.fill_rows},
     "layout_rows": {"reference": tree.layout_rows},
     "matching_child": {"reference": tree.matching_child},
+    "compact_kv": {"reference": kv.compact_kv},
 }
 
 PREFERENCE: dict[str, tuple[str, ...]] = {"cuda": ("triton", "reference"), "cpu": ("cpp", "reference")}
 
 
-PROVIDERS: dict[str, str] = {"cpu": "sgl_kernel_ext.cpu"}
+PROVIDERS: dict[str, str] = {"cuda": "sgl_kernel_ext.triton_kernels", "cpu": "sgl_kernel_ext.cpu"}
 
 
 def register(name: str, impl: str, fn: Kernel) -> None:
