@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from sglang_d3tree.train import drafter
 from sglang_d3tree.train.answers import Conversation
 from sglang_d3tree.train.drafter_blocks import ReducedHead, anchor_range, block_loss, make_blocks
-from sglang_d3tree.train.drafter_checkpoint import new_drafter
+from sglang_d3tree.train.drafter_checkpoint import TargetEnds, new_drafter
 from sglang_d3tree.train.drafter_validation import tree_accept_length
 
 CONFIG = drafter.DrafterConfig(
@@ -30,7 +30,8 @@ def model() -> drafter.DrafterModel:
 def random_conversation(length: int, prompt: int, seed: int) -> Conversation:
     rng = torch.Generator().manual_seed(seed)
     tokens = torch.randint(17, 50, (length,), generator=rng).tolist()
-    return Conversation(tokens, prompt, 0.0, "text", False, torch.randn(length, 64, generator=rng).bfloat16())
+    hidden, final = torch.randn(length, 64, generator=rng), torch.randn(length, 32, generator=rng)
+    return Conversation(tokens, prompt, 0.0, "text", False, hidden.bfloat16(), final.bfloat16())
 
 
 def test_block_sees_no_target_state_at_or_after_its_anchor(model: drafter.DrafterModel) -> None:
@@ -75,14 +76,16 @@ def test_labels_are_the_next_tokens_and_end_with_the_answer() -> None:
     assert batch.labels.tolist() == [[c.tokens[5:8], [c.tokens[9], -1, -1]]]
     assert batch.target_hidden.shape == (1, 8, 64)  # nothing at or after the last anchor
     assert torch.equal(batch.target_hidden[0], c.hidden[:8].float())
+    assert torch.equal(batch.teacher[0, 0], c.final[4:7].float())  # the states that predict tokens 5, 6, 7
 
 
 def test_padding_labels_carry_no_loss(model: drafter.DrafterModel) -> None:
     c, embedding = random_conversation(10, 4, seed=1), torch.randn(50, 32)
+    ends = TargetEnds(embedding, embedding, torch.ones(32), {})
     head = ReducedHead(embedding, torch.arange(50), sample=0)
     rng = torch.Generator()
     batch = make_blocks([c], torch.tensor([[8]]), 4, 16)
-    loss = block_loss(model, embedding, head, batch, 4.0, rng)
+    loss = block_loss(model, ends, head, batch, 4.0, rng)
     hidden = model(embedding[batch.block_ids], batch.anchors, batch.target_hidden)
     expected = F.cross_entropy(F.linear(hidden[0, 0, 1:2], embedding), torch.tensor([c.tokens[9]]))
     torch.testing.assert_close(loss, expected)
@@ -103,6 +106,21 @@ def test_reduced_head_estimates_the_full_partition_function() -> None:
     rng = torch.Generator().manual_seed(0)
     mean = torch.stack([head.cross_entropy(hidden, labels, rng).exp() for _ in range(500)]).mean(dim=0)
     torch.testing.assert_close(mean, full.exp(), rtol=0.02, atol=0.0)
+
+
+def test_soft_labels_pull_towards_the_target_distribution() -> None:
+    """With soft labels alone, the loss is least where drafter and target agree, and there it is the entropy."""
+    weight, teacher, labels = torch.randn(50, 32), torch.randn(6, 32), torch.arange(6)
+    head, rng = ReducedHead(weight, torch.arange(50), sample=0), torch.Generator()
+    hidden = teacher.clone().requires_grad_(True)
+    loss = head.cross_entropy(hidden, labels, rng, teacher, 1.0)
+    entropy = torch.distributions.Categorical(logits=F.linear(teacher, weight)).entropy()
+    torch.testing.assert_close(loss.detach(), entropy)
+    (gradient,) = torch.autograd.grad(loss.sum(), hidden)
+    assert float(gradient.abs().max()) < 1e-4
+    hard = head.cross_entropy(teacher, labels, rng)
+    mixed = head.cross_entropy(teacher, labels, rng, teacher, 0.25)
+    torch.testing.assert_close(mixed, 0.75 * hard + 0.25 * entropy)
 
 
 def test_tree_accept_length_against_enumeration() -> None:

@@ -60,6 +60,8 @@ def test_generation_matches_transformers(target: Path, shards: Path) -> None:
         assert predicted.tolist() == c.tokens[c.prompt_length :]
         states = torch.cat([out.hidden_states[i + 1][0] for i in capture], dim=-1)[:-1]
         torch.testing.assert_close(c.hidden[:-1], states.bfloat16(), rtol=2e-2, atol=2e-2)
+        last = model.lm_head(model.model.language_model.norm(c.final[:-1].float()))
+        torch.testing.assert_close(last, out.logits[0, :-1], rtol=0.1, atol=0.3)
 
 
 def test_image_prompts_match_transformers(target: Path) -> None:

@@ -21,7 +21,9 @@ class Conversation:
     """A prompt and the target's answer.
 
     tokens: prompt ids and then the answer's, the stop token included when it came. hidden: [len(tokens), K * H]
-    bfloat16; the last token was never fed back, so its row is zero (no block ever needs it as context).
+    bfloat16, the captured layers; final: [len(tokens), H] bfloat16, the last layer's output before the final norm
+    (row i, through norm and head, is the target's distribution of token i + 1). The last token was never fed back:
+    its rows are zero, and no block ever needs them.
     """
 
     tokens: list[int]
@@ -30,6 +32,7 @@ class Conversation:
     kind: str
     held_out: bool
     hidden: torch.Tensor = field(repr=False)
+    final: torch.Tensor = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,8 @@ class Answering:
         self.slots = min(slots, len(jobs))
         capacity = max(len(job.ids) + job.max_new for job in jobs) + 1  # idle slots write one past their end
         self.cache = tower.new_cache(self.slots, capacity)
-        width = tower.dims.hidden_size * len(tower.capture)
+        # The captured layers' outputs and, last, the whole tower's.
+        width = tower.dims.hidden_size * (len(tower.capture) + 1)
         self.states = torch.zeros(self.slots, capacity, width, dtype=torch.bfloat16)
         self.owner: list[int | None] = [None] * self.slots  # slot -> job
         self.texts: list[list[int]] = [list(job.ids) for job in jobs]
@@ -123,9 +127,9 @@ class Answering:
             ids = torch.tensor(self.jobs[0].ids[:shared])
             one = self.tower.new_cache(1, shared)
             start = torch.zeros(1, dtype=torch.long)
-            _, captured = self.tower.forward(self.tower.embedding[ids][None], start, one, slice(0, 1))
+            hidden, captured = self.tower.forward(self.tower.embedding[ids][None], start, one, slice(0, 1))
             self.cache.k[:, :, :, :shared], self.cache.v[:, :, :, :shared] = one.k, one.v
-            self.states[:, :shared] = captured[0].to(torch.bfloat16)
+            self.states[:, :shared] = torch.cat([captured, hidden], dim=-1)[0].to(torch.bfloat16)
         return shared
 
     def run(self, on_step: Any = None) -> list[Conversation]:
@@ -166,7 +170,7 @@ class Answering:
         hidden, captured = self.tower.forward(
             embeds[:, self.shared :], start, self.cache, torch.tensor(rows), positions[..., self.shared :]
         )
-        self.states[rows, self.shared : longest] = captured.to(torch.bfloat16)
+        self.states[rows, self.shared : longest] = torch.cat([captured, hidden], dim=-1).to(torch.bfloat16)
         last = torch.tensor([len(job.ids) - 1 - self.shared for job in jobs])
         self._accept(rows, hidden[torch.arange(len(rows)), last])
 
@@ -184,7 +188,7 @@ class Answering:
             embeds = self.tower.embedding[ids[rows]][:, None]
             where = torch.tensor(rows)
             hidden, captured = self.tower.forward(embeds, self.lengths[rows], self.cache, where, positions[:, rows])
-        self.states[rows, self.lengths[rows]] = captured[:, 0].to(torch.bfloat16)
+        self.states[rows, self.lengths[rows]] = torch.cat([captured, hidden], dim=-1)[:, 0].to(torch.bfloat16)
         self.lengths[rows] += 1
         self._accept(rows, hidden[:, 0])
 
@@ -203,8 +207,16 @@ class Answering:
             if token in self.stop or len(text) - len(job.ids) >= job.max_new:
                 states = self.states[slot, : len(text)].clone()
                 states[-1] = 0
-                kind, held_out = job.prompt.kind, job.prompt.held_out
-                self.results[index] = Conversation(text, len(job.ids), job.temperature, kind, held_out, states)
+                width = self.tower.dims.hidden_size
+                self.results[index] = Conversation(
+                    tokens=text,
+                    prompt_length=len(job.ids),
+                    temperature=job.temperature,
+                    kind=job.prompt.kind,
+                    held_out=job.prompt.held_out,
+                    hidden=states[:, :-width],
+                    final=states[:, -width:],
+                )
                 self.owner[slot] = None
 
 

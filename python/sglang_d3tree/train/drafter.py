@@ -34,6 +34,9 @@ from sglang_d3tree.train.shards import load_shard, read_options, shard_paths
 
 log = logging.getLogger(__name__)
 
+# Seconds: a step that took longer was paused from outside; the schedule by time must not jump ahead for it.
+LONGEST_STEP = 20.0
+
 # The names other modules use, so that the files behind them can move.
 __all__ = [
     "DrafterConfig", "DrafterModel", "TrainOptions", "Trainer", "Validation", "add_arguments", "evaluate",
@@ -66,6 +69,7 @@ class TrainOptions:
     weight_decay: float = 0.05
     clip: float = 1.0
     gamma: float = 4.0
+    soft: float = 0.5
     ema: float = 0.99
     head_frequent: int = 4096
     head_sample: int = 512
@@ -177,10 +181,10 @@ class Trainer:
         batch = draw_batch(self.train_set, self.model.config, o, block_size, rng)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
-        loss = block_loss(self.model, self.ends.embedding, self.head, batch, o.gamma, rng)
+        loss = block_loss(self.model, self.ends, self.head, batch, o.gamma, rng, o.soft)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
-        seconds = self._share_gradients(time.monotonic() - began)
+        seconds = self._share_gradients(min(time.monotonic() - began, LONGEST_STEP))
         nn.utils.clip_grad_norm_(self.model.parameters(), o.clip)
         self.optimizer.step()
         self.step += 1
@@ -318,6 +322,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lr", type=float, default=o.lr)
     parser.add_argument("--rows", type=int, default=o.rows, help="block positions per step")
     parser.add_argument("--short-share", type=float, default=o.short_share, help="share of half-length blocks")
+    parser.add_argument("--soft", type=float, default=o.soft, help="share of the loss on the target's distribution")
     parser.add_argument("--random-init", action="store_true", help="do not start from the target's last layers")
     parser.add_argument("--no-resume", action="store_true", help="ignore an earlier state in the run directory")
     parser.add_argument("--validate-every", type=float, default=300.0, help="seconds between validations")
@@ -339,6 +344,7 @@ def run(args: argparse.Namespace) -> int:
         lr=args.lr,
         rows=args.rows,
         short_share=args.short_share,
+        soft=args.soft,
     )
     records = train(
         args.target,

@@ -23,6 +23,7 @@ def save_shard(path: Path, conversations: Sequence[Conversation]) -> None:
 
     tokens: int32 [N], all conversations end to end. offsets: int64 [n + 1]. prompt_lengths: int32 [n].
     temperatures: float32 [n]. kinds: int32 [n], indices into KINDS. held_out: bool [n]. hidden: bfloat16 [N, K * H].
+    final: bfloat16 [N, H].
     """
     lengths = torch.tensor([0] + [len(c.tokens) for c in conversations])
     tensors = {
@@ -33,6 +34,7 @@ def save_shard(path: Path, conversations: Sequence[Conversation]) -> None:
         "kinds": torch.tensor([KINDS.index(c.kind) for c in conversations], dtype=torch.int32),
         "held_out": torch.tensor([c.held_out for c in conversations]),
         "hidden": torch.cat([c.hidden for c in conversations]).to(torch.bfloat16),
+        "final": torch.cat([c.final for c in conversations]).to(torch.bfloat16),
     }
     partial = path.with_suffix(".partial")
     save_file(tensors, partial)
@@ -51,6 +53,7 @@ def load_shard(path: Path) -> list[Conversation]:
             kind=KINDS[int(t["kinds"][i])],
             held_out=bool(t["held_out"][i]),
             hidden=t["hidden"][a:b],
+            final=t["final"][a:b],
         )
         for i, (a, b) in enumerate(itertools.pairwise(offsets))
     ]
