@@ -16,7 +16,7 @@ venv: $(INSTALLED)
 	@test "$$(cat $(VENV)/.checkout 2>/dev/null)" = "$(CURDIR)" || { \
 	  $(BIN)/pip install --quiet --no-deps --no-build-isolation --editable . && echo "$(CURDIR)" > $(VENV)/.checkout; }
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED):
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --constraint constraints.txt "setuptools>=77" wheel
 	$(BIN)/pip install --constraint constraints.txt --no-build-isolation --editable ".[demo,train,dev]"
