@@ -18,9 +18,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
 from sgl_kernel_ext import cpu
 from sgl_kernel_ext.reference import attention as reference
-from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
 SCALING = HEAD_DIM**-0.5

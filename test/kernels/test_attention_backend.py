@@ -10,12 +10,13 @@ import torch
 
 pytest.importorskip("sglang")
 
-from sgl_kernel_ext.reference.attention import paged_attention
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+
+from sgl_kernel_ext.reference.attention import paged_attention
 from sglang_d3tree.runtime.attention_cpu import create_backend
 from sglang_d3tree.tree.layout import VerifyRows
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from sgl_kernel_ext import cpu
 from sgl_kernel_ext.dispatch import get_kernel
 from sgl_kernel_ext.reference import attention as reference

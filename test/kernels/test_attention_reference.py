@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from sgl_kernel_ext.reference.attention import paged_attention
 from torch.nn.functional import scaled_dot_product_attention
+
+from sgl_kernel_ext.reference.attention import paged_attention
 
 HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 4, 2, 8, 12
 PREFIXES, ROWS = [0, 5, 17], [3, 1, 6]

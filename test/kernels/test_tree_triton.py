@@ -91,7 +91,10 @@ def test_candidates_of_extreme_logits() -> None:
     far = torch.full((5000,), -1e4)
     far[4777] = 1e4
     nothing = torch.full((5000,), -torch.inf)
-    assert_same_candidates(torch.stack((torch.arange(5000.0) / 10, far, nothing))[None], 4, torch.tensor([3]))
+    zeros = torch.full((5000,), -1.0)
+    zeros[[3, 70, 100, 4900]] = torch.tensor([-0.0, 0.0, -0.0, 0.0])  # equal, within a chunk and between chunks
+    logits = torch.stack((torch.arange(5000.0) / 10, far, nothing, zeros))
+    assert_same_candidates(logits[None], 4, torch.tensor([4]))
 
 
 @interpreter

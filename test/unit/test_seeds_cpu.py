@@ -7,6 +7,7 @@ import struct
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from sglang_d3tree.runtime.seeds_cpu import murmur_hash32
 
 

@@ -4,11 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_tree_budget import random_survival, trees
+
 from sglang_d3tree.tree.accept import accept_greedy, advance, start_walk
 from sglang_d3tree.tree.budget import whole_tree
 from sglang_d3tree.tree.build import CandidateTree
 from sglang_d3tree.tree.layout import VerifyRows, layout_rows
-from test_tree_budget import random_survival, trees
 
 seeds = st.integers(0, 2**31)
 

@@ -4,10 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_tree_build import random_candidates
+
 from sglang_d3tree.tree.budget import fill_rows, whole_tree
 from sglang_d3tree.tree.build import CandidateTree, build_tree
 from sglang_d3tree.tree.survival import conditional_survival, path_product
-from test_tree_build import random_candidates
 
 trees = st.builds(
     lambda seed, requests, horizon, topk, max_rows, levels: build_tree(

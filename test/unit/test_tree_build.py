@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from sglang_d3tree.tree.build import CandidateTree, build_tree, chain_tree
 from sglang_d3tree.tree.candidates import Candidates
 

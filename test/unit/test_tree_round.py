@@ -4,6 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_tree_build import random_candidates
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
 from sgl_kernel_ext import dispatch
 from sglang_d3tree.policy.baselines import POLICIES
 from sglang_d3tree.policy.cost import VerifyCost, linear_cost
@@ -12,8 +15,6 @@ from sglang_d3tree.tree.budget import fill_rows
 from sglang_d3tree.tree.build import build_tree
 from sglang_d3tree.tree.candidates import Candidates, draft_candidates
 from sglang_d3tree.tree.layout import layout_rows
-from test_tree_build import random_candidates
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 MAX_ROWS, CAPACITY, HORIZON = 16, 64, 5
 
