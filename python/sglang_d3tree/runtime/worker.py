@@ -24,6 +24,7 @@ from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 from sglang.srt.speculative.spec_utils import draft_tp_context
 
+from sgl_kernel_ext.cpu import build_all
 from sglang_d3tree.config import D3TreeOptions, options_of
 from sglang_d3tree.policy.baselines import POLICIES
 from sglang_d3tree.policy.cost import linear_cost
@@ -56,6 +57,8 @@ class D3TreeWorker(DFlashWorkerV2):
         self.draft_model.forward_embed = self._embed_block
         self._verify_cost = linear_cost(self.options.max_rows, device=self.device)
         if torch.device(self.device).type == "cpu":
+            # Compile what is not in the cache now, not during somebody's first request.
+            build_all()
             # The fused table kernel is Triton; the module's torch path computes the same.
             for layer in self.draft_model.layers:
                 layer.self_attn.use_table_qk_norm_rope = False

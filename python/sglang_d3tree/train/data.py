@@ -51,7 +51,7 @@ def target_fingerprint(target_dir: Path) -> str:
     for name, value in sorted(load_file(target_dir / "model.safetensors").items()):
         if not name.startswith("visual."):
             digest.update(name.encode())
-            digest.update(value.contiguous().view(torch.uint8).numpy())
+            digest.update(value.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
