@@ -240,6 +240,12 @@ def test_several_images_in_one_message_count_and_keep_their_order(letters: Serve
     assert texts[0] != texts[1]
 
 
+def test_n_answers_about_one_image(letters: Server) -> None:
+    options = {"image_data": data_uri(PICTURE), "max_new_tokens": 16, "ignore_eos": True}
+    single = letters.generate(IMAGE + PROMPT, **options)
+    assert output_ids(letters.generate(IMAGE + PROMPT, n=3, **options)) == [single["output_ids"]] * 3
+
+
 def test_multi_turn_with_an_image_in_each_turn(stock: Server, d3tree: Server) -> None:
     messages: list[dict[str, Any]] = []
     for turn, question in enumerate(("What do you see?", "And here?", "Compare both.")):

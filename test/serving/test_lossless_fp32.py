@@ -213,3 +213,16 @@ def test_deep_accepted_paths_with_45_rows(policy: str, letters: Server, letters_
         assert 64 * len(alone) / verified > 2.0
         depths = [len(answer["meta_info"]["spec_correct_drafts_histogram"]) - 1 for answer in alone]
         assert max(depths) >= 3, depths
+
+
+def test_answer_that_runs_into_the_end_of_the_context(letters: Server, letters_plain: Server) -> None:
+    """The last rounds draft past the last position; what they emit before it is still right."""
+    prompt = "teao" * 2037
+    room = 8192 - len(prompt)
+    ours = letters.generate(prompt, max_new_tokens=room, ignore_eos=True)
+    theirs = letters_plain.generate(prompt, max_new_tokens=room, ignore_eos=True)
+    assert ours["output_ids"] == theirs["output_ids"]
+    assert len(ours["output_ids"]) >= room - 2
+    assert ours["meta_info"]["finish_reason"]["type"] == theirs["meta_info"]["finish_reason"]["type"] == "length"
+    short = letters.generate("et", max_new_tokens=32, ignore_eos=True)["output_ids"]
+    assert short == letters_plain.generate("et", max_new_tokens=32, ignore_eos=True)["output_ids"]

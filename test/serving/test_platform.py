@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from support import models
 from support.exact import greedy_ids, tokenizer_of
 from support.resolve import resolve_all
-from support.servers import Server
+from support.servers import LAUNCH, SERVE, Server
 
 from sglang_d3tree import platform
 
@@ -168,13 +168,9 @@ def test_environment_counts_and_flags_beat_it(resolved: dict[str, dict[str, Any]
     assert resolved["flag over environment"]["options"]["policy"] == "ddtree"
 
 
-@pytest.mark.parametrize(
-    "entry", [["-m", "sglang.launch_server"], ["-m", "sglang.cli.main", "serve"]], ids=["launch_server", "serve"]
-)
-def test_help_lists_the_flags(entry: list[str]) -> None:
-    answer = subprocess.run(
-        [sys.executable, *entry, "--help"], capture_output=True, text=True, timeout=300, check=False
-    )
+@pytest.mark.parametrize("entry", [LAUNCH, SERVE], ids=["launch_server", "serve"])
+def test_help_lists_the_flags(entry: Sequence[str]) -> None:
+    answer = subprocess.run([*entry, "--help"], capture_output=True, text=True, timeout=300, check=False)
     assert answer.returncode == 0
     for flag in ("policy", "max-rows", "topk", "threshold"):
         assert f"--speculative-d3tree-{flag}" in answer.stdout
@@ -191,14 +187,22 @@ import sglang
 
 if __name__ == "__main__":
     target, drafter = sys.argv[1:]
-    engine = sglang.Engine(
-        model_path=target, speculative_algorithm="d3tree", speculative_draft_model_path=drafter, dtype="float32",
-        max_total_tokens=4096, speculative_d3tree_policy="chain", speculative_d3tree_max_rows=5,
-    )
-    answer = engine.generate("tao", {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True})
-    state = engine.get_server_info()["internal_states"][0]["d3tree"]
-    engine.shutdown()
-    print("\\n" + json.dumps({"answer": answer, "state": state}))
+    said = []
+    for policy, rows in (("chain", 5), ("ddtree", 1)):
+        engine = sglang.Engine(
+            model_path=target, speculative_algorithm="d3tree", speculative_draft_model_path=drafter, dtype="float32",
+            max_total_tokens=4096, speculative_d3tree_policy=policy, speculative_d3tree_max_rows=rows,
+        )
+        answer = engine.generate("tao", {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True})
+        try:
+            engine.generate("tao", {"temperature": 0, "max_new_tokens": 4}, return_logprob=True)
+            refused = None
+        except ValueError as error:
+            refused = str(error)
+        state = engine.get_server_info()["internal_states"][0]["d3tree"]
+        engine.shutdown()
+        said.append({"answer": answer, "state": state, "refused": refused})
+    print("\\n" + json.dumps(said))
 """
 
 
@@ -219,11 +223,14 @@ def test_engine_in_python_is_like_the_command_line(tmp_path: Path) -> None:
         check=False,
     )
     assert answer.returncode == 0, answer.stderr[-4000:]
-    said = json.loads(answer.stdout.splitlines()[-1])
-    assert said["answer"]["output_ids"] == expected(32)
-    assert said["state"]["policy"] == "chain"
-    assert said["state"]["max_rows"] == 5
-    assert said["state"]["rows_per_request"] == 5
+    chain, nothing_drafted = json.loads(answer.stdout.splitlines()[-1])
+    for said, policy, rows in ((chain, "chain", 5), (nothing_drafted, "ddtree", 1)):
+        assert said["answer"]["output_ids"] == expected(32)
+        assert said["state"]["policy"] == policy
+        assert said["state"]["max_rows"] == said["state"]["rows_per_request"] == rows
+        assert "log probabilities" in said["refused"]
+    assert chain["answer"]["meta_info"]["spec_accept_length"] > 1
+    assert nothing_drafted["answer"]["meta_info"]["spec_verify_ct"] == 31
 
 
 @pytest.fixture(scope="module")

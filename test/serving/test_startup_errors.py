@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import models
 from support.resolve import resolve_all
+from support.servers import LAUNCH, SERVE
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -140,10 +141,12 @@ def test_right_flags_resolve_after_all_the_wrong_ones(outcomes: dict[str, dict[s
 # ---------------------------------------------------------------- through the real command line
 
 
-def start(entry: list[str], arguments: list[str], environment: dict[str, str] | None = None) -> tuple[int, list[str]]:
+def start(
+    entry: Sequence[str], arguments: list[str], environment: dict[str, str] | None = None
+) -> tuple[int, list[str]]:
     """Exit code and last output lines of a start-up that must fail."""
     answer = subprocess.run(
-        [sys.executable, *entry, *arguments],
+        [*entry, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -156,14 +159,14 @@ def start(entry: list[str], arguments: list[str], environment: dict[str, str] | 
 
 def test_launch_server_ends_with_the_sentence() -> None:
     arguments = d3tree(models.letters_target(), models.letters_drafter(), "--speculative-d3tree-max-rows", "0")
-    code, lines = start(["-m", "sglang.launch_server"], arguments)
+    code, lines = start(LAUNCH, arguments)
     assert code not in (0, None)
     assert "--speculative-d3tree-max-rows" in lines[-1], "\n".join(lines[-20:])
     assert lines[-1].endswith("got '0'.")
 
 
 def test_sglang_serve_ends_with_the_sentence() -> None:
-    code, lines = start(["-m", "sglang.cli.main", "serve"], d3tree(models.letters_target(), None))
+    code, lines = start(SERVE, d3tree(models.letters_target(), None))
     assert code not in (0, None)
     assert "--speculative-draft-model-path" in lines[-1], "\n".join(lines[-20:])
 
@@ -177,7 +180,7 @@ def test_other_sglang_release_is_refused_by_name(tmp_path: Path) -> None:
     )
     arguments = d3tree(models.letters_target(), models.letters_drafter())
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    code, lines = start(["-m", "sglang.launch_server"], arguments, {"PYTHONPATH": path})
+    code, lines = start(LAUNCH, arguments, {"PYTHONPATH": path})
     assert code not in (0, None)
     assert "0.5.22" in lines[-1] and "sglang==0.5.23" in lines[-1], "\n".join(lines[-20:])
     assert "--speculative-algorithm d3tree" in lines[-1]

@@ -19,14 +19,15 @@ import psutil
 import requests
 
 START_TIMEOUT = float(os.environ.get("SGLANG_D3TREE_TEST_START_TIMEOUT", "400"))
-LAUNCH = ("-m", "sglang.launch_server")
-SERVE = ("-m", "sglang.cli.main", "serve")
+# The two commands that start a server.
+LAUNCH = (sys.executable, "-m", "sglang.launch_server")
+SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
 
 
 class Server:
     """One server process group.
 
-    arguments: the flags after ``--host`` and ``--port``. entry: how Python is asked to start it.
+    arguments: all flags but ``--host`` and ``--port``. entry: the command they are for.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class Server:
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.command = [sys.executable, *entry, *(str(a) for a in arguments)]
+        self.command = [*entry, *(str(a) for a in arguments)]
         self.command += ["--host", "127.0.0.1", "--port", str(self.port)]
         self._log = tempfile.NamedTemporaryFile(prefix="d3tree-server-", suffix=".log", delete=False)  # noqa: SIM115
         self.log_path = Path(self._log.name)
