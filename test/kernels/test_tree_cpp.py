@@ -143,7 +143,8 @@ def test_survival(tree: CandidateTree, seed: int, kind: str) -> None:
 @given(tree=trees, seed=seeds, kind=kinds, threshold=st.floats(0, 1), total=st.integers(1, 130), broken=st.booleans())
 def test_choice_of_rows(tree: CandidateTree, seed: int, kind: str, threshold: float, total: int, broken: bool) -> None:
     survival = random_survival(tree, seed, kind)
-    keep = survival >= threshold  # invalid rows included: they must not come through
+    keep = torch.rand(survival.shape, generator=torch.Generator().manual_seed(seed)) >= threshold
+    keep |= ~tree.valid  # invalid rows must not come through, nor take a valid one's place
     if broken:
         survival[:, ::4] = torch.nan
         survival[:, 1::4] = -0.0

@@ -77,13 +77,13 @@ def assert_same_candidates(logits: torch.Tensor, topk: int, horizons: torch.Tens
 )
 def test_candidates(seed: int, vocabulary: int, topk: int, levels: int | None, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(2, 1, vocabulary, generator=generator) * 4
+    logits = torch.randn(1, 2, vocabulary, generator=generator) * 4
     if levels == 0:
         logits = logits.round()  # ties, and both zeros
     elif levels:
         logits = (logits.sigmoid() * levels).floor()
     logits = logits.masked_fill(torch.rand(logits.shape, generator=generator) < 0.2, -torch.inf)
-    assert_same_candidates(logits.to(dtype), topk, torch.tensor([1, 0]))
+    assert_same_candidates(logits.to(dtype), topk, torch.tensor([1]))
 
 
 @interpreter
@@ -134,10 +134,17 @@ def test_survival_and_choice_of_rows(tree: CandidateTree, seed: int, kind: str, 
     conditional = torch.rand(tree.valid.shape, generator=torch.Generator().manual_seed(seed)) * tree.valid
     assert_same("path_product", conditional, tree.parents, tree.horizon)
     survival = random_survival(tree, seed, kind)
-    keep = survival >= threshold
+    keep = torch.rand(survival.shape, generator=torch.Generator().manual_seed(seed)) >= threshold  # invalid ones too
     survival[:, ::5] = torch.nan
     survival[:, 1::5] = -0.0
     assert_same("fill_rows", survival, tree.depths, tree.valid, keep, total)
+
+
+@interpreter
+def test_an_invalid_row_takes_no_place() -> None:
+    depths, valid = torch.tensor([[0, 1, 0]]), torch.tensor([[True, True, False]])
+    keep = torch.tensor([[True, False, True]])
+    assert triton_kernels.fill_rows(torch.zeros(1, 3), depths, valid, keep, 2).tolist() == valid.tolist()
 
 
 def assert_same_layout(tree: CandidateTree, keep: torch.Tensor, capacity: int) -> None:
