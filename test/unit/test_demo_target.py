@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -144,6 +145,11 @@ def test_square_image_becomes_sixteen_tokens_and_runs(tiny: Path) -> None:
 # ---------------------------------------------------------------- the real source
 
 
+@pytest.fixture(scope="module")
+def real_tokenizer() -> Any:
+    return demo.build_tokenizer(demo.find_source_gguf())
+
+
 @needs_source
 @pytest.mark.parametrize(
     "text",
@@ -155,8 +161,8 @@ def test_square_image_becomes_sixteen_tokens_and_runs(tiny: Path) -> None:
         "  a\t b",
     ],
 )
-def test_real_tokenizer_round_trip(text: str) -> None:
-    tokenizer = demo.build_tokenizer(demo.find_source_gguf())
+def test_real_tokenizer_round_trip(real_tokenizer: Any, text: str) -> None:
+    tokenizer = real_tokenizer
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     digits = [i for i in ids if tokenizer.decode([i]).isdigit()]

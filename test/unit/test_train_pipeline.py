@@ -20,7 +20,7 @@ from sglang_d3tree.train.tower import LanguageTower
 OPTIONS = DataOptions(seed=3, per_shard=6, max_new=20, long_max_new=28, sampled_share=0.4)
 TRAIN = drafter.TrainOptions(
     layers=1, block_size=4, steps=60, rows=256, conversations=4, warmup_steps=5, lr=3e-3, warm=False,
-    head_frequent=16, head_sample=8,
+    head_frequent=16, head_sample=8, soft=0.2,
 )  # fmt: skip
 
 

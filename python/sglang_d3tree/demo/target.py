@@ -510,7 +510,7 @@ def build_tiny_target(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``d3tree demo build``."""
+    """Arguments of ``python -m sglang_d3tree.demo.target``."""
     parser.add_argument("--out", type=Path, default=Path(".cache/d3tree/target"), help="checkpoint directory")
     parser.add_argument("--seed", type=int, default=0, help="seed of the untrained vision tower")
     parser.add_argument("--vision-weights", type=Path, default=None, help="safetensors of a trained tower")
