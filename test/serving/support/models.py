@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -20,11 +21,13 @@ LETTERS = (18, 19, 20, 21)
 LETTER_LEAD = 4.0
 
 
+@cache
 def real_target() -> Path:
     """SmolLM2-135M in a Qwen2.5-VL shell, the one `make demo` serves."""
     return build_target(CACHE / "target")
 
 
+@cache
 def real_drafter() -> Path:
     """The best drafter there is for the real target: trained if one was made, else untrained.
 
@@ -36,6 +39,7 @@ def real_drafter() -> Path:
     return _drafter(real_target(), CACHE / "drafter-random")
 
 
+@cache
 def letters_target() -> Path:
     """A random four-layer VLM of 64 token ids whose text is, nearly always, made of four letters.
 
@@ -71,6 +75,7 @@ def letters_target() -> Path:
     return out
 
 
+@cache
 def letters_drafter() -> Path:
     """An untrained drafter for the letters target that finds the four letters about equally likely everywhere."""
     target, out = letters_target(), CACHE / "test-letters-drafter"

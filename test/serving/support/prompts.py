@@ -22,9 +22,7 @@ class Prompt:
 
     def body(self) -> dict[str, object]:
         """Keywords of ``Server.generate`` next to the prompt text."""
-        return (
-            {"image_data": [list(self.images)]} if len(self.images) > 1 else {"image_data": list(self.images) or None}
-        )
+        return {"image_data": list(self.images)} if self.images else {}
 
 
 def user(text: str) -> str:
