@@ -1,10 +1,10 @@
 """In bfloat16 a pass rounds by its number of rows, so greedy text may part from stock's, but only at a near-tie.
 
 The measure of "near" is the target itself: transformers computes the logits after the common prefix in float32 and in
-bfloat16 on the same weights. A bfloat16 pass moves each logit by up to ``error`` there, so two passes that round in
-different orders can swap two tokens whose float32 logits are at most ``4 * error`` apart: each of the two logits in
-each of the two passes is off by at most ``error``. ``error`` is the largest shift among the ten best tokens over the
-last eight positions, and at least two units in the last place of a bfloat16 logit (2**-7 relative).
+bfloat16 on the same weights. A bfloat16 pass moves each logit by up to ``error`` there. Of two passes that choose
+different tokens one chooses against the float32 order, for which two logits of that pass must have moved: their float32
+gap is at most ``2 * error``. ``error`` is the largest shift among the ten best tokens over the last eight positions, and
+at least two units in the last place of a bfloat16 logit (2**-7 relative).
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def test_every_divergence_is_a_near_tie(servers: tuple[Server, Server]) -> None:
             if gap > bound:
                 unexplained.append((prompt.name, name, first, gap, bound))
     assert not unexplained
-    # Rounding explains a few answers, not most of them.
-    assert agreeing >= len(PROMPTS)
+    # Near-ties are common in a small model (in 40 tokens, every other answer meets one), not everywhere.
+    assert agreeing >= len(runs) * len(PROMPTS) // 4
 
 
 def test_a_wrong_token_would_not_be_explained() -> None:
