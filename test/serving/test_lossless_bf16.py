@@ -3,7 +3,7 @@
 The measure of "near" is the target itself: transformers computes the logits after the common prefix in float32 and in
 bfloat16 on the same weights. A bfloat16 pass moves each logit by up to ``error`` there. Of two passes that choose
 different tokens one chooses against the float32 order, for which two logits of that pass must have moved: their gap in
-float32 is at most ``2 * error``. ``error`` is the largest shift among the ten best tokens over the last eight positions,
+float32 is at most ``2 * error``. ``error`` is the largest shift among the ten best tokens over the last eight places,
 and at least two units in the last place of a bfloat16 logit (2**-7 relative).
 """
 
