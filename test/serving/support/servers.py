@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import signal
@@ -44,6 +45,7 @@ class Server:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_die_with_parent,
             env={**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})},
         )
 
@@ -148,8 +150,15 @@ def _is_messages(content: Any) -> bool:
     return isinstance(content, list) and bool(content) and "role" in content[0]
 
 
+def _die_with_parent() -> None:
+    """In the child, before it becomes the server: a test run that is killed leaves no server behind."""
+    if sys.platform == "linux":
+        parent_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
+
+
 def free_port() -> int:
-    """A port nobody listens on now, with a free one beside it for SGLang's own use."""
+    """A port nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
