@@ -73,7 +73,7 @@ def test_image_prompts_match_transformers(target: Path) -> None:
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(target, dtype=torch.float32).eval()
     jobs, expected = [], []
     for color, text in (("red", "what is it"), ("blue", "what is it"), (None, "tell me more")):
-        prompt, draws = Prompt(text, "image" if color else "explain"), torch.rand(12)
+        prompt, draws = Prompt(text, "image-long" if color else "explain", False), torch.rand(12)
         content = [{"type": "text", "text": text}]
         image = Image.new("RGB", (80, 112), color) if color else None
         if image is not None:

@@ -50,7 +50,8 @@ class TrainOptions:
 
     steps: 0 trains for ``minutes`` of wall time instead (the schedule follows whichever is given).
     rows: block positions per step. short_share: share of the run that trains half-length blocks, which are
-    cheaper and carry the early depths that matter most.
+    cheaper and carry the early depths that matter most. dtype: of the matrix products; weights and optimiser stay in
+    float32.
     """
 
     seed: int = 0
@@ -73,6 +74,7 @@ class TrainOptions:
     ema: float = 0.99
     head_frequent: int = 4096
     head_sample: int = 512
+    dtype: str = "float32"
 
 
 def draw_block_size(options: TrainOptions, progress: float, generator: torch.Generator) -> int:
@@ -181,7 +183,7 @@ class Trainer:
         batch = draw_batch(self.train_set, self.model.config, o, block_size, rng)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
-        loss = block_loss(self.model, self.ends, self.head, batch, o.gamma, rng, o.soft)
+        loss = block_loss(self.model, self.ends, self.head, batch, o.gamma, rng, o.soft, getattr(torch, o.dtype))
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         seconds = self._share_gradients(min(time.monotonic() - began, LONGEST_STEP))
@@ -327,6 +329,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-resume", action="store_true", help="ignore an earlier state in the run directory")
     parser.add_argument("--validate-every", type=float, default=300.0, help="seconds between validations")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (0: torch's own choice)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default=o.dtype, help="of the matrix products while training"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -345,6 +350,7 @@ def run(args: argparse.Namespace) -> int:
         rows=args.rows,
         short_share=args.short_share,
         soft=args.soft,
+        dtype=args.dtype,
     )
     records = train(
         args.target,

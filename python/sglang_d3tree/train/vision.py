@@ -47,6 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the language tower's frozen matrices; bfloat16 halves the time on CPUs with bfloat16 dot products",
+    )
     parser.add_argument("--minutes", type=float, default=None, help="stop (resumably) after this long")
     parser.add_argument("--batch", type=int, default=64, help="images per step where no language model runs")
     for name, steps in (("pretrain", 700), ("codes", 400), ("transfer", 600), ("align", 600)):
@@ -58,8 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--export", nargs="?", type=Path, const=ASSET, default=None, help="write the tower, bfloat16")
 
 
-def load_teacher(checkpoint: Path) -> Teacher:
-    lm, writer = load_language(checkpoint), ChatWriter.load(checkpoint)
+def load_teacher(checkpoint: Path, dtype: str = "float32") -> Teacher:
+    lm, writer = load_language(checkpoint, getattr(torch, dtype)), ChatWriter.load(checkpoint)
     return Teacher(lm, writer, read_prefix(lm, writer.prefix))
 
 
@@ -85,7 +91,7 @@ def pretrain(args: argparse.Namespace, deadline: float | None) -> None:
 
 
 def learn_codes(args: argparse.Namespace, deadline: float | None) -> None:
-    teacher = load_teacher(args.target)
+    teacher = load_teacher(args.target, args.dtype)
     codes = CodeBook(teacher.lm.embed, teacher.writer.tokenizer)
     source = Images.load(args.seed)
 
@@ -124,7 +130,7 @@ def transfer(args: argparse.Namespace, deadline: float | None) -> None:
 
 
 def align(args: argparse.Namespace, deadline: float | None) -> None:
-    teacher = load_teacher(args.target)
+    teacher = load_teacher(args.target, args.dtype)
     codes = CodeBook(teacher.lm.embed, teacher.writer.tokenizer)
     tower = build_tower(args.target, args.seed)
     _restore(args, "codes", codes=codes)
