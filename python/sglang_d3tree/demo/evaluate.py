@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import requests
+import torch
 from tqdm import tqdm
 
 from sglang_d3tree.demo import workloads
@@ -89,16 +90,40 @@ def mark_answers(pair: DemoPair, limit: int | None, work: Path) -> dict[str, Any
     """Right answers on easy-VQA's test split and on held-out scenes, by the training's own marks."""
     from sglang_d3tree.train import vision
 
+    work.mkdir(parents=True, exist_ok=True)
     parser = argparse.ArgumentParser()
     vision.add_arguments(parser)
-    work.mkdir(parents=True, exist_ok=True)
     arguments = ["--target", str(pair.model_path), "--work", str(work), "--evaluate", "target"]
     arguments += ["--limit", str(limit)] if limit else []
     scores: dict[str, Any] = vision.evaluate(parser.parse_args(arguments))["scores"]
     return scores
 
 
-def report(scores: dict[str, Any], lengths: Sequence[AcceptLength], command: str) -> str:
+def mark_text(pair: DemoPair, count: int, work: Path) -> dict[str, Any]:
+    """What teaching the language tower about images did to its text: perplexity of answers that the original tower
+    sampled to ``count`` held-out prompts, by the original and by the demo's."""
+    from transformers import AutoTokenizer
+
+    from sglang_d3tree.demo.target import build_target
+    from sglang_d3tree.train.answers import answer
+    from sglang_d3tree.train.data import Draws, make_jobs
+    from sglang_d3tree.train.prompts import build_prompts
+    from sglang_d3tree.train.shards import DataOptions
+    from sglang_d3tree.train.tower import LanguageTower
+    from sglang_d3tree.train.vision_language import load_language
+    from sglang_d3tree.train.vision_rehearsal import perplexity
+
+    original = build_target(work / "untrained", untrained=True)
+    tokenizer: Any = AutoTokenizer.from_pretrained(original)
+    prompts = [p for p in build_prompts(40 * count, seed=1) if p.held_out][:count]
+    jobs = make_jobs(prompts, tokenizer, Draws(DataOptions(seed=1, sampled_share=1.0), shard=0))
+    answers = answer(LanguageTower(original), jobs, stop_ids=[0, int(tokenizer.eos_token_id)])
+    texts = [torch.tensor(c.tokens) for c in answers]
+    marks = perplexity((load_language(original), None), (load_language(pair.model_path), None), texts)
+    return {**asdict(marks), "rise": marks.rise}
+
+
+def report(scores: dict[str, Any], text: dict[str, Any], lengths: Sequence[AcceptLength], command: str) -> str:
     """Markdown of all numbers."""
     machine = f"{platform.system()}, {platform.machine()}"
     lines = ["# The demo pair, measured", "", f"Written by `{command}` on {machine}.", ""]
@@ -115,7 +140,12 @@ def report(scores: dict[str, Any], lengths: Sequence[AcceptLength], command: str
         for name, tally in sorted(scores.items()):
             right, total = tally["right"], tally["total"]
             lines.append(f"| {name} | {right} | {total} | {100 * right / max(1, total):.1f} % |")
-        lines.append("")
+        lines += [
+            "",
+            f"Text: perplexity {text['adapted']:.3f} on {text['tokens']} held-out tokens that the original language",
+            f"tower sampled, {text['original']:.3f} by the original itself ({text['rise']:+.1%}).",
+            "",
+        ]
     if lengths:
         lines += [
             "## Accept length",
@@ -146,15 +176,18 @@ def run(args: argparse.Namespace) -> int:
     pair = prepare_pair()
     if args.draft_model_path is not None:
         pair = DemoPair(pair.model_path, args.draft_model_path)
-    scores = {} if args.skip == "accuracy" else mark_answers(pair, args.limit, args.work)
+    scores, text_marks = {}, {}
+    if args.skip != "accuracy":
+        scores = mark_answers(pair, args.limit, args.work)
+        text_marks = mark_text(pair, args.limit or 100, args.work)
     lengths: list[AcceptLength] = []
     if args.skip != "accept-length":
         with Server(d3tree_arguments(pair), name="d3tree server") as server:
             lengths = measure_accept_lengths(server.url, args.count, args.kinds)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    text = report(scores, lengths, "make demo-eval")
+    text = report(scores, text_marks, lengths, "make demo-eval")
     args.out.write_text(text)
-    numbers = {"scores": scores, "accept_lengths": [asdict(a) for a in lengths]}
+    numbers = {"scores": scores, "text": text_marks, "accept_lengths": [asdict(a) for a in lengths]}
     args.out.with_suffix(".json").write_text(json.dumps(numbers, indent=2) + "\n")
     print(text)
     return 0
