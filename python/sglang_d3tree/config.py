@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 POLICIES = ("d3tree", "ddtree", "caddtree", "chain")
+HEADS = ("auto", "none", "linear", "path")
 
 # Set on the ServerArgs record next to SGLang's own bookkeeping attributes, which survive pickling.
 _GIVEN_ATTRIBUTE = "_d3tree_given"
@@ -27,8 +28,9 @@ class D3TreeOptions:
 
     policy: str = "d3tree"
     max_rows: int = 32
-    topk: int = 8
+    topk: int = 0
     threshold: float = 0.0
+    head: str = "auto"
 
     def replace(self, **changes: Any) -> D3TreeOptions:
         """A validated copy with ``changes`` applied.
@@ -134,8 +136,9 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "topk",
         int,
-        "Candidate tokens taken from the draft distribution at every depth.",
-        _between(1, 256),
+        "Candidate tokens taken from the draft distribution at every depth; 0 takes as many as the tree-size head was "
+        "trained with, 8 without a head.",
+        _between(0, 256),
     ),
     Option(
         "threshold",
@@ -144,6 +147,14 @@ OPTIONS: tuple[Option, ...] = (
         "Used by the d3tree policy.",
         _between(0.0, 1.0),
         runtime=True,
+    ),
+    Option(
+        "head",
+        str,
+        "Tree-size head beside the drafter that predicts survival for the d3tree policy: linear, path, auto (the best "
+        "there is, path first) or none (the draft's own probabilities).",
+        _one_of(HEADS),
+        choices=HEADS,
     ),
 )
 

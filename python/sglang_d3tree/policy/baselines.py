@@ -71,3 +71,6 @@ def d3tree(
 
 
 POLICIES: dict[str, Policy] = {"chain": chain, "ddtree": ddtree, "caddtree": caddtree, "d3tree": d3tree}
+
+# Policies that read a trained head's survival; to the others the draft's own probabilities are all there is.
+LEARNED = frozenset({"d3tree"})

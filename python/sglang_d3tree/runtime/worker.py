@@ -26,18 +26,23 @@ from sglang.srt.speculative.spec_utils import draft_tp_context
 
 from sgl_kernel_ext.cpu import build_all
 from sglang_d3tree.config import D3TreeOptions, options_of
-from sglang_d3tree.policy.baselines import POLICIES
+from sglang_d3tree.policy.baselines import LEARNED, POLICIES
 from sglang_d3tree.policy.cost import linear_cost
 from sglang_d3tree.runtime.accept import accept
 from sglang_d3tree.runtime.metrics import RoundCounters
+from sglang_d3tree.runtime.tree_head import SurvivalModel, read_head
 from sglang_d3tree.runtime.verifiers import prepare_capture, target_parts, verify_positions
 from sglang_d3tree.runtime.verify_input import TreeVerifyInput
 from sglang_d3tree.runtime.window import RoundWindow, committed_moves, open_window, write_columns
 from sglang_d3tree.tree.accept import Walk
 from sglang_d3tree.tree.candidates import draft_candidates
+from sglang_d3tree.tree.edges import draft_edges
 from sglang_d3tree.tree.layout import VerifyRows, layout_rows
 
 logger = logging.getLogger(__name__)
+
+# Candidates per depth where neither the user nor a trained head says how many.
+DEFAULT_TOPK = 8
 
 
 class D3TreeWorker(DFlashWorkerV2):
@@ -56,6 +61,7 @@ class D3TreeWorker(DFlashWorkerV2):
         # Embeddings handed over with a batch are cast to bfloat16 on the way; the model's own look-up is not.
         self.draft_model.forward_embed = self._embed_block
         self._verify_cost = linear_cost(self.options.max_rows, device=self.device)
+        self._survival = self._load_survival(server_args)
         if torch.device(self.device).type == "cpu":
             # Compile what is not in the cache now, not during somebody's first request.
             build_all()
@@ -63,15 +69,23 @@ class D3TreeWorker(DFlashWorkerV2):
             for layer in self.draft_model.layers:
                 layer.self_attn.use_table_qk_norm_rope = False
         logger.info(
-            "D3TREE: policy %s, block size %d, at most %d rows per request. The draft checkpoint has no trained "
-            "head: survival is the draft path probability.",
+            "D3TREE: policy %s, block size %d, at most %d rows per request. Survival is %s.",
             self.options.policy,
             self.block_size,
             self.options.max_rows,
+            self._survival.describe(),
         )
 
     def _embed_block(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self._target_parts.embed(token_ids) * self._noise_embed_scale
+
+    def _load_survival(self, server_args: Any) -> SurvivalModel:
+        file = read_head(self.options.head, server_args.speculative_draft_model_path, server_args.model_path)
+        model = SurvivalModel(
+            file, self._target_parts.embed, self.model_runner.model_config.vocab_size, self.device
+        )
+        self.options = self.options.replace(topk=self.options.topk or model.topk or DEFAULT_TOPK)
+        return model
 
     def set_options(self, **changes: Any) -> None:
         """Change run-time options between two rounds."""
@@ -86,6 +100,7 @@ class D3TreeWorker(DFlashWorkerV2):
             "max_rows": self.options.max_rows,
             "topk": self.options.topk,
             "block_size": self.block_size,
+            "survival": self._survival.kind,
             **self.counters.summary(),
         }
 
@@ -105,10 +120,12 @@ class D3TreeWorker(DFlashWorkerV2):
         anchors = batch.spec_info.bonus_tokens.view(-1)
         window = open_window(batch, self.model_runner, self.window_width)
 
-        draft_logits = self._draft_block(batch, window, anchors)
-        candidates = draft_candidates(draft_logits, self.options.topk)
-        tree, keep, _ = POLICIES[self.options.policy](
-            candidates, anchors, self.options.max_rows, self.options.threshold, self._verify_cost
+        hidden = self._draft_block(batch, window, anchors)
+        candidates = draft_candidates(self._target_parts.logits(hidden), self.options.topk)
+        learned = self.options.policy in LEARNED
+        edges = self._survival.edges(candidates, hidden, anchors) if learned else draft_edges(candidates)
+        tree, keep, survival = POLICIES[self.options.policy](
+            candidates, edges, anchors, self.options.max_rows, self.options.threshold, self._verify_cost
         )
         rows = layout_rows(tree, keep, capacity=window.num_requests * self.options.max_rows)
 
@@ -122,14 +139,14 @@ class D3TreeWorker(DFlashWorkerV2):
 
         self._commit(window, rows, walk, target.hidden_states)
         target.hidden_states = None
-        self.counters.record(rows, walk)
+        self.counters.record(rows, walk, (survival * keep).sum())
         return self._result(target, rows, walk, new_seq_lens)
 
     def _draft_block(self, batch: Any, window: RoundWindow, anchors: torch.Tensor) -> torch.Tensor:
         """One draft pass over ``[anchor, MASK x (B - 1)]`` of every request.
 
         Returns:
-            [R, B - 1, V] logits of the tokens after each anchor.
+            [R, B - 1, H] hidden states of the positions after each anchor.
         """
         requests, block = window.num_requests, self.block_size
         block_ids = torch.full((requests, block), self._mask_token_id, dtype=torch.int64, device=self.device)
@@ -164,8 +181,7 @@ class D3TreeWorker(DFlashWorkerV2):
         window.plan.bind(forward_batch, self.draft_model_runner.kv_index_translator, cols=slice(0, block))
         with torch.inference_mode(), draft_tp_context(self.draft_parallel_layout):
             output = self.draft_model_runner.forward(forward_batch)
-        hidden = output.logits_output.hidden_states.view(requests, block, -1)[:, 1:]
-        return self._target_parts.logits(hidden)
+        return output.logits_output.hidden_states.view(requests, block, -1)[:, 1:]
 
     def _verify(self, batch: Any, window: RoundWindow, rows: VerifyRows) -> LogitsProcessorOutput:
         """The target's pass over all retained trees: logits [T, V] and captured hidden states [T, layers * H]."""

@@ -48,6 +48,16 @@ class HeadWeights:
     path: PathWeights | None = None
     exclusive: bool = False
 
+    def to(self, device: torch.device | str) -> "HeadWeights":
+        """The same head on another device."""
+        path = self.path and PathWeights(
+            self.path.parent.to(device), self.path.query.to(device), self.path.child.to(device)
+        )
+        return HeadWeights(
+            self.state.to(device), self.token.to(device), self.log_prob.to(device), self.bias.to(device), path,
+            self.exclusive,
+        )  # fmt: skip
+
     @property
     def kind(self) -> str:
         return "linear" if self.path is None else "path"

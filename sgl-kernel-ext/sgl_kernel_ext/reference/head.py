@@ -40,7 +40,7 @@ def path_edges(
     and children [V, r] float32 -> [R, D, K, K] float32, parent before child. At the first depth the anchor is parent
     0 and the other rows are -inf.
     """
-    requests, depth, topk = token_ids.shape
+    _, depth, topk = token_ids.shape
     own = states[..., :1] + tokens[token_ids] + log_prob_weight * log_probs
     parent_ids = torch.cat((anchors.view(-1, 1, 1).expand(-1, min(depth, 1), topk), token_ids[:, :-1]), 1)
     left = parents[parent_ids] + states[:, :, None, 1:]
