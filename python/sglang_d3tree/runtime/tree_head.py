@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from sglang_d3tree.head_file import HeadFile, load_head
+from sglang_d3tree.head_file import FOLDER, HeadFile, load_head
 from sglang_d3tree.tree.candidates import Candidates
 from sglang_d3tree.tree.edges import Edges, draft_edges
 from sglang_d3tree.tree.head import TreeHead, head_edges, prepare_head
@@ -24,7 +24,10 @@ def read_head(choice: str, draft_path: str, target_path: str) -> HeadFile | None
     """
     if choice == "none":
         return None
-    return load_head(_local(draft_path), _local(target_path), choice)
+    drafter = _local(draft_path)
+    if choice == "auto" and not (drafter / FOLDER).is_dir():
+        return None  # nothing to compare with the target, which may still have to be downloaded
+    return load_head(drafter, _local(target_path), choice)
 
 
 def _local(path: str) -> Path:
