@@ -6,7 +6,7 @@ It reads the tensors of a Qwen2.5-VL checkpoint. Serving never uses it.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,12 +154,7 @@ class LanguageTower:
         mask = mask[:, None, None].expand(b, 1, group, t, length).reshape(b, 1, group * t, length)
         rows = (torch.arange(cache.k.shape[1])[slots] if isinstance(slots, slice) else slots)[:, None]
 
-        hidden, captured = embeds, []
-        for i, w in enumerate(self.layers):
-            x = rms_norm(hidden, w["input_norm"], d.rms_norm_eps)
-            qkv = (_times(x, w["qkv"]) + w["qkv_bias"]).view(b, t, -1, d.head_dim)
-            q, k, v = qkv.split([d.num_heads, d.num_kv_heads, d.num_kv_heads], dim=2)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        def attend(i: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             cache.k[i][rows, :, index] = k
             cache.v[i][rows, :, index] = v
             # A view for slices, a copy for index tensors.
@@ -167,8 +162,31 @@ class LanguageTower:
             q = q.view(b, t, d.num_kv_heads, group, d.head_dim).permute(0, 2, 3, 1, 4)
             q = q.reshape(b, d.num_kv_heads, group * t, d.head_dim)
             out = F.scaled_dot_product_attention(q, k_all, v_all, attn_mask=mask)
-            out = out.view(b, d.num_kv_heads, group, t, d.head_dim).permute(0, 3, 1, 2, 4)
-            hidden = hidden + _times(out.reshape(b, t, -1), w["o"])
+            return out.view(b, d.num_kv_heads, group, t, d.head_dim).permute(0, 3, 1, 2, 4).reshape(b, t, -1)
+
+        return self.run_layers(embeds, cos, sin, attend)
+
+    def run_layers(
+        self,
+        embeds: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All layers on embeds [b, T, H], with rotary terms cos, sin [b, T, 1, head_dim / 2].
+
+        attend(layer, q, k, v) is the attention: rotated queries and keys and values, [b, T, heads, head_dim] each, to
+        outputs [b, T, heads * head_dim]. Returns the last layer's output before the final norm, [b, T, H], and the
+        captured layers' outputs side by side.
+        """
+        d = self.dims
+        b, t, _ = embeds.shape
+        hidden, captured = embeds, []
+        for i, w in enumerate(self.layers):
+            x = rms_norm(hidden, w["input_norm"], d.rms_norm_eps)
+            qkv = (_times(x, w["qkv"]) + w["qkv_bias"]).view(b, t, -1, d.head_dim)
+            q, k, v = qkv.split([d.num_heads, d.num_kv_heads, d.num_kv_heads], dim=2)
+            hidden = hidden + _times(attend(i, rotate(q, cos, sin), rotate(k, cos, sin), v), w["o"])
             x = rms_norm(hidden, w["post_norm"], d.rms_norm_eps)
             hidden = hidden + _times(F.silu(_times(x, w["gate"])) * _times(x, w["up"]), w["down"])
             if i in self.capture:
