@@ -1,11 +1,12 @@
 """`d3tree train vision`: the demo verifier's vision tower, from nothing, on a CPU.
 
-Four stages, each resumable by the same command; a finished stage is skipped:
+Five stages, each resumable by the same command; a finished stage is skipped:
 
 1. `pretrain`: see, without the language model (heads name shapes, colours, letters);
 2. `codes`: find out what to tell the language model, without pixels, while a small adapter of it learns to listen;
 3. `transfer`: regress the tower onto the codes, still without the language model;
-4. `align`: train tower and adapter through the language model.
+4. `align`: train tower and adapter through the language model;
+5. `polish`: the tower alone, likewise: what the language model says, and any drafter of it, stays as it is.
 
 `--evaluate` marks the latest state on easy-VQA's test split and held-out scenes, `--export` writes it in bfloat16.
 Text ability stays by rehearsal (`vision_rehearsal`) on the target's own text.
@@ -31,7 +32,7 @@ from sglang_d3tree.train.vision_chat import ChatWriter
 from sglang_d3tree.train.vision_codes import CodeBook
 from sglang_d3tree.train.vision_data import Labels
 from sglang_d3tree.train.vision_language import Adapter, load_language
-from sglang_d3tree.train.vision_loop import OutOfTimeError, train
+from sglang_d3tree.train.vision_loop import OutOfTimeError, StepFunction, train
 from sglang_d3tree.train.vision_pretrain import Heads, Images, head_accuracies, head_losses, pretrain_step
 from sglang_d3tree.train.vision_rehearsal import load_texts, perplexity, rehearse
 from sglang_d3tree.train.vision_tower import build_tower, export, look, patchify
@@ -41,7 +42,7 @@ TRANSFER_HEADS = 0.1
 """Weight of the heads' losses beside the regression onto the codes, whose error is a share of their variance."""
 REHEARSAL = 1.0
 """Weight of the text's divergence (nats per token) beside the answers' loss."""
-ALIGN_TRANSFER, ALIGN_EXTRA_IMAGES = 0.3, 24
+ALIGN_TRANSFER, ALIGN_EXTRA_IMAGES, POLISH_EXTRA_IMAGES = 0.3, 24, 64
 """Aligning goes on with the regression, on this many more images a step: cheap, and it keeps the tower's eyes open."""
 
 
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--minutes", type=float, default=None, help="stop (resumably) after this long")
     parser.add_argument("--batch", type=int, default=64, help="images per step where no language model runs")
-    for name, steps in (("pretrain", 700), ("codes", 400), ("transfer", 600), ("align", 600)):
+    for name, steps in (("pretrain", 700), ("codes", 320), ("transfer", 400), ("align", 220), ("polish", 500)):
         parser.add_argument(f"--{name}-steps", type=int, default=steps)
     parser.add_argument("--scenes-per-step", type=int, default=2, help="of a step through the language model")
     parser.add_argument("--easy-per-step", type=int, default=3, help="easy-VQA images, likewise")
@@ -82,8 +83,8 @@ def load_teacher(checkpoint: Path, dtype: str = "float32") -> Teacher:
 
 
 def _rehearsal(args: argparse.Namespace, teacher: Teacher) -> Callable[[int], Tensor]:
-    """step -> the loss that keeps the text as it was; zero without data or adapter."""
-    if args.text is None or teacher.adapter is None:
+    """step -> the loss that keeps the text as it was; zero without data, or when the adapter does not learn."""
+    if args.text is None or teacher.adapter is None or not teacher.adapter.down["qkv"].requires_grad:
         return lambda number: torch.zeros(())
     texts = load_texts(args.text, held_out=False)
     return lambda number: rehearse(teacher, texts, number)
@@ -163,16 +164,34 @@ def transfer(args: argparse.Namespace, deadline: float | None) -> None:
 def align(args: argparse.Namespace, deadline: float | None) -> None:
     teacher = load_teacher(args.target, args.dtype)
     adapter = _restore_adapter(args, teacher, "codes")
-    codes = CodeBook(teacher.lm.embed, teacher.writer.tokenizer)
     tower = build_tower(args.target, args.seed)
-    _restore(args, "codes", codes=codes)
     _restore(args, "transfer", tower=tower)
     # Other images than the earlier stages drew, and other questions than the codes were learned on.
-    source, rehearsal = Images.load(args.seed + 1), _rehearsal(args, teacher)
+    step = _through_language(args, teacher, tower, Images.load(args.seed + 1), ALIGN_EXTRA_IMAGES)
+    modules = {"tower": tower, "adapter": adapter}
+    train(args.work / "align.pt", modules, {"tower": 6e-4, "adapter": 6e-4}, args.align_steps, step, deadline=deadline)
+
+
+def polish(args: argparse.Namespace, deadline: float | None) -> None:
+    teacher = load_teacher(args.target, args.dtype)
+    _restore_adapter(args, teacher, "align").requires_grad_(False)
+    tower = build_tower(args.target, args.seed)
+    _restore(args, "align", tower=tower)
+    step = _through_language(args, teacher, tower, Images.load(args.seed + 2), POLISH_EXTRA_IMAGES)
+    train(args.work / "polish.pt", {"tower": tower}, {"tower": 6e-4}, args.polish_steps, step, deadline=deadline)
+
+
+def _through_language(
+    args: argparse.Namespace, teacher: Teacher, tower: Any, source: Images, extra_images: int
+) -> StepFunction:
+    """Answers from pixels; the regression of `transfer` goes on beside it, and the text is rehearsed."""
+    codes = CodeBook(teacher.lm.embed, teacher.writer.tokenizer)
+    _restore(args, "codes", codes=codes)
+    rehearsal = _rehearsal(args, teacher)
 
     def step(number: int) -> tuple[Tensor, dict[str, float]]:
         todo = lesson(source, teacher.writer, number, args.scenes_per_step, args.easy_per_step)
-        images, labels = source.mixed(number, ALIGN_EXTRA_IMAGES)
+        images, labels = source.mixed(number, extra_images)
         tokens = look(tower, patchify(torch.cat([todo.images, images])))
         error = _regression(tokens[len(todo.images) :], codes(labels).detach())
         loss, numbers = teach(teacher, tokens[: len(todo.images)], todo.chats)
@@ -180,8 +199,7 @@ def align(args: argparse.Namespace, deadline: float | None) -> None:
         logged = {"answers": loss.item(), "error": error.item(), "drift": drift.item(), **numbers}
         return loss + ALIGN_TRANSFER * error + REHEARSAL * drift, logged
 
-    modules = {"tower": tower, "adapter": adapter}
-    train(args.work / "align.pt", modules, {"tower": 3e-4, "adapter": 3e-4}, args.align_steps, step, deadline=deadline)
+    return step
 
 
 STAGES: dict[str, Callable[[argparse.Namespace, float | None], None]] = {
@@ -189,17 +207,17 @@ STAGES: dict[str, Callable[[argparse.Namespace, float | None], None]] = {
     "codes": learn_codes,
     "transfer": transfer,
     "align": align,
+    "polish": polish,
 }
 
 
 def latest_state(args: argparse.Namespace, teacher: Teacher) -> tuple[Any, Adapter, str]:
     """Tower and adapter of the furthest stage, and what to call that state."""
     tower = build_tower(args.target, args.seed)
-    for stage in ("align", "transfer"):
+    for stage, adapted in (("polish", "align"), ("align", "align"), ("transfer", "codes")):
         if (args.work / f"{stage}.pt").exists():
             steps = _restore(args, stage, tower=tower)
-            adapter = _restore_adapter(args, teacher, "align" if stage == "align" else "codes")
-            return tower, adapter, f"{stage}, {steps} steps"
+            return tower, _restore_adapter(args, teacher, adapted), f"{stage}, {steps} steps"
     raise FileNotFoundError(f"no trained tower in {args.work}: run `d3tree train vision` first")
 
 
