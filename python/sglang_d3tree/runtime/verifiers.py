@@ -51,11 +51,12 @@ def check_family(architectures: list[str]) -> None:
 class TargetParts:
     """The target's own embedding and LM head, which the drafter borrows.
 
-    embed: token ids [T] int64 -> [T, H]; logits: hidden states [..., H] -> [..., V].
+    embed: token ids [T] int64 -> [T, H]; logits: hidden states [..., H] -> [..., V], V being vocabulary.
     """
 
     embed: Callable[[torch.Tensor], torch.Tensor]
     logits: Callable[[torch.Tensor], torch.Tensor]
+    vocabulary: int
 
 
 def target_parts(target_model: Any, draft_model: Any) -> TargetParts:
@@ -77,7 +78,7 @@ def target_parts(target_model: Any, draft_model: Any) -> TargetParts:
     def logits(hidden: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(hidden.to(weight.dtype), weight)
 
-    return TargetParts(embedding, logits)
+    return TargetParts(embedding, logits, weight.shape[0])
 
 
 def verify_positions(
