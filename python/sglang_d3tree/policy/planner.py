@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sglang_d3tree.policy.cost import CostTables
-from sglang_d3tree.policy.record import HALF_LIFE, empty_record, faded, record_tokens, round_record
+from sglang_d3tree.policy.record import empty_record, faded, record_tokens, round_record
 from sglang_d3tree.tree.budget import candidate_totals, choose_total, expected_tokens, fill_rows, floor_first
 from sglang_d3tree.tree.build import CandidateTree
 
@@ -24,11 +24,20 @@ MODES = (PLAIN, LIGHT, HEAVY, SATURATED)
 # A change of horizon, plain decoding included, must promise this much more speed: differences below it are within
 # the error of the costs, and following them would flap.
 MARGIN = 0.03
-# Plain rounds between two drafted ones that only find out whether drafting pays again. Each probe that says no
-# doubles the distance: a probe costs about half a plain round, at the largest distance a thousandth of the time.
-FIRST_PROBE, LAST_PROBE = 32, 512
+# Plain rounds between two drafted ones that only find out whether drafting pays again. A probe that would have been
+# slower doubles the distance (it costs about half a plain round, at the largest distance a thousandth of the time), one
+# that would have been faster is soon followed by another.
+SOON_PROBE, FIRST_PROBE, LAST_PROBE = 8, 32, 512
+# Request-rounds after which what was seen counts half, and drafted ones before which every round is drafted: a
+# decision from one round would follow its luck. For the same reason a probe stands for at most some of the rounds
+# that went by without one.
+HALF_LIFE = 64.0
+WARM_UP = 16
+_PROBE_STANDS_FOR = 8
 # How far measured acceptance may correct predicted survival.
-TRUST_LIMITS = (0.25, 2.0)
+TRUST_LIMITS = (0.05, 2.0)
+# Nodes that are taken to have come true as predicted before any was seen.
+_TRUST_PRIOR = 8.0
 
 
 @dataclass(frozen=True)
@@ -71,20 +80,19 @@ class Planner:
     def forget(self) -> None:
         """Start anew, as when the policy changes and with it what is drafted."""
         self._record = empty_record(self.max_horizon, self._device)
-        self._is_first = True
-        self._predicted = 0.0
-        self._accepted = 0.0
+        self._drafted = 0  # request-rounds in the record
+        self._predicted = self._accepted = _TRUST_PRIOR
         self._horizon = self.max_horizon
-        self._plain_rounds = 0
+        self._plain_rounds = 0  # since the last drafted one
         self._probe_distance = FIRST_PROBE
+        self._is_probe = False
+        self._worthwhile = 0.0  # tokens that this round must emit to be as fast as plain decoding
 
     @property
     def trust(self) -> float:
         """Accepted nodes over the survival predicted for them, faded; 1 before anything is known."""
-        if self._predicted <= 0.0:
-            return 1.0
         low, high = TRUST_LIMITS
-        return min(max(self._accepted / self._predicted, low), high)
+        return min(max(self._accepted / max(self._predicted, 1e-6), low), high)
 
     # ------------------------------------------------------------ before the draft
 
@@ -93,7 +101,8 @@ class Planner:
 
         context: tokens in the prefixes of all requests together.
         """
-        if self.costs is None or self._is_first:
+        self._is_probe = self._drafted < WARM_UP
+        if self.costs is None or self._is_probe:
             return self.max_horizon
         plain, drafted = self._speeds(requests, context)
         best = max(range(len(drafted)), key=drafted.__getitem__) + 1 if self._adaptive_horizon else self.max_horizon
@@ -107,18 +116,14 @@ class Planner:
             if plain > drafted[choice - 1] * handicap:
                 return self._plain_or_probe(best)
         self._horizon = choice
-        self._plain_rounds = 0
         self._probe_distance = FIRST_PROBE
         return choice
 
     def _plain_or_probe(self, probe_horizon: int) -> int:
         self._horizon = 0
         self._plain_rounds += 1
-        if self._plain_rounds < self._probe_distance:
-            return 0
-        self._plain_rounds = 0
-        self._probe_distance = min(2 * self._probe_distance, LAST_PROBE)
-        return probe_horizon
+        self._is_probe = self._plain_rounds >= self._probe_distance
+        return probe_horizon if self._is_probe else 0
 
     def _speeds(self, requests: int, context: int) -> tuple[float, list[float]]:
         """Expected tokens per second of plain decoding, and of every horizon with its best total."""
@@ -157,11 +162,14 @@ class Planner:
         totals = self._totals(requests)
         ranking = floor_first(survival, keep, self._min_rows)
         tokens = expected_tokens(survival, tree.valid, keep, totals, ranking)
-        tokens = requests + self.trust * (tokens - requests)
+        # A probe believes in its draft: with rows for nothing it would find out nothing.
+        trust = max(self.trust, 1.0) if self._is_probe else self.trust
+        tokens = requests + trust * (tokens - requests)
         seconds = self._seconds(tree.horizon, requests, totals, context)
         index = int(choose_total(tokens, seconds))
         total, wanted, available = int(totals[index]), int(keep.sum()), int(tree.valid.sum())
         mode = SATURATED if total == requests and wanted > requests else LIGHT if total >= wanted else HEAVY
+        self._worthwhile = requests * float(seconds[index]) / self.plain_seconds(requests, context)
         # Where rows have no shape that must be kept to, padding is never computed.
         total = min(total, available)
         return Rows(fill_rows(tree, ranking, keep, total), total, mode, float(seconds[index]))
@@ -194,14 +202,21 @@ class Planner:
         if self.costs is None:
             return
         requests = wanted.shape[0]
+        self._drafted += requests
+        stands_for = requests * min(1 + self._plain_rounds, _PROBE_STANDS_FOR)
+        self._plain_rounds = 0
+        keep = 0.5 ** (stands_for / HALF_LIFE)
+        share = max(1.0 - keep, requests / self._drafted)
         new = round_record(survival, tree.depths, wanted, self.max_horizon)
-        self._record = faded(self._record, new, requests, tree.horizon, self._is_first)
-        self._is_first = False
-        keep = 0.5 ** (requests / HALF_LIFE)
+        self._record = faded(self._record, new, share, tree.horizon)
         nodes = torch.where(kept & (tree.depths > 0), survival.nan_to_num(0.0), 0.0).sum()
         predicted, came_true = torch.stack((nodes, accepted.sum().to(nodes.dtype))).tolist()
-        self._predicted = keep * self._predicted + predicted
-        self._accepted = keep * self._accepted + came_true
+        weight = stands_for / requests
+        self._predicted = keep * self._predicted + weight * predicted
+        self._accepted = keep * self._accepted + weight * came_true
+        if self._is_probe and self._horizon == 0:
+            is_faster = requests + came_true > self._worthwhile
+            self._probe_distance = SOON_PROBE if is_faster else min(2 * self._probe_distance, LAST_PROBE)
 
 
 @functools.lru_cache(maxsize=256)

@@ -12,8 +12,6 @@ from torch import Tensor
 # Survival is sorted into quarters of a halving: 1 to 0.84, to 0.71, ... down to 2^-12, below which all are one.
 BINS = 48
 _PER_HALVING = 4
-# Request-rounds after which a round counts half.
-HALF_LIFE = 64.0
 
 
 @dataclass(frozen=True)
@@ -45,12 +43,11 @@ def round_record(survival: Tensor, depths: Tensor, keep: Tensor, horizon: int) -
     return SurvivalRecord(counts.view(horizon, BINS), sums.view(horizon, BINS))
 
 
-def faded(old: SurvivalRecord, new: SurvivalRecord, requests: int, drafted: int, is_first: bool) -> SurvivalRecord:
-    """The record after one more round of `requests` requests that drafted the first `drafted` depths.
+def faded(old: SurvivalRecord, new: SurvivalRecord, share: float, drafted: int) -> SurvivalRecord:
+    """The record after one more round, which counts for `share` of it and drafted the first `drafted` depths.
 
-    Depths that were not drafted keep what they had. The first round counts in full.
+    Depths that were not drafted keep what they had.
     """
-    share = 1.0 if is_first else 1.0 - 0.5 ** (requests / HALF_LIFE)
     counts, sums = old.counts.clone(), old.sums.clone()
     counts[:drafted].lerp_(new.counts[:drafted], share)
     sums[:drafted].lerp_(new.sums[:drafted], share)

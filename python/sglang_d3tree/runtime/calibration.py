@@ -27,7 +27,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 
 from sglang_d3tree.paths import cache_directory
-from sglang_d3tree.policy.cost import CostProfile, Curve, ProfileKey, find_tile, measured_curve
+from sglang_d3tree.policy.cost import TILES, CostProfile, Curve, ProfileKey, find_tile, measured_curve
 from sglang_d3tree.policy.planner import Planner
 from sglang_d3tree.runtime.window import open_window
 from sglang_d3tree.tree.build import build_tree
@@ -45,7 +45,6 @@ SECONDS_VARIABLE = "SGLANG_D3TREE_CALIBRATION_SECONDS"
 _AUTO_SECONDS = 8.0
 # Largest pass that is measured; the curve's last line is prolonged beyond it.
 _MOST_ROWS = 512
-_STAIRCASE_ROWS = 2 * 128 + 1
 _SHORT_PREFIX, _LONG_PREFIX = 16, 512
 
 
@@ -188,7 +187,9 @@ class _Bench:
         if not matrices or not all(p.is_floating_point() for p in matrices.values()):
             # Quantised weights go through kernels of their own: no tile is known, and none is assumed.
             return find_tile([1], [1.0])
-        rows = range(1, _STAIRCASE_ROWS + 1)
+        # Two whole tiles of the widest kind to look for; CPU kernels know none above 64.
+        widest = 64 if torch.device(self._worker.device).type == "cpu" else max(TILES)
+        rows = range(1, 2 * widest + 2)
         best = dict.fromkeys(rows, float("inf"))
         for _ in range(3):
             for count in rows:

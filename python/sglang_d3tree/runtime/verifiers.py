@@ -76,7 +76,9 @@ def target_parts(target_model: Any, draft_model: Any) -> TargetParts:
     weight = head.weight[: head.org_vocab_size]
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(hidden.to(weight.dtype), weight)
+        # The drafted positions are a slice of their blocks; torch multiplies such a tensor batch by batch, on a CPU
+        # twenty times slower than the same rows lying together.
+        return torch.nn.functional.linear(hidden.to(weight.dtype).contiguous(), weight)
 
     return TargetParts(embedding, logits, weight.shape[0])
 

@@ -266,11 +266,12 @@ class D3TreeWorker(DFlashWorkerV2):
 
     def _commit(self, window: RoundWindow, rows: VerifyRows, walk: Walk, hidden: torch.Tensor) -> None:
         """Keep the accepted path: its KV in consecutive slots, its target hidden states in the draft KV."""
-        target, source = committed_moves(window, rows, walk)
-        physical = window.plan.write_physical
-        self.model_runner.token_to_kv_pool.move_kv_cache(physical[target], physical[source])
-
         length = walk.path_rows.shape[1]
+        if length > 1:
+            target, source = committed_moves(window, rows, walk)
+            physical = window.plan.write_physical
+            self.model_runner.token_to_kv_pool.move_kv_cache(physical[target], physical[source])
+
         draft_slots = self._draft_write_ids(window.plan).view(window.num_requests, -1)[:, :length]
         positions = window.prefix_lens.unsqueeze(1) + torch.arange(length, device=walk.path_rows.device)
         self._append_target_hidden_to_draft_kv_by_loc(
