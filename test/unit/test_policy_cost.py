@@ -65,7 +65,9 @@ def test_the_clean_curve_is_the_closest_one(seconds):
                     assert distance(moved) >= distance(curve) - 1e-9
 
 
-@pytest.mark.parametrize("rows, seconds", [([], []), ([1, 1], [1.0, 1.0]), ([2, 1], [1.0, 2.0]), ([1], [0.0]), ([1], [])])
+@pytest.mark.parametrize(
+    "rows, seconds", [([], []), ([1, 1], [1.0, 1.0]), ([2, 1], [1.0, 2.0]), ([1], [0.0]), ([1], [])]
+)
 def test_impossible_timings_are_refused(rows, seconds):
     with pytest.raises(ValueError):
         measured_curve(rows, seconds)
@@ -106,7 +108,9 @@ def test_a_profile_survives_the_disk_and_is_readable(tmp_path: Path):
     assert [p.name for p in path.parent.iterdir()] == ["profile.json"]
 
 
-@pytest.mark.parametrize("field, value", [("target", "Other"), ("device", "a GPU"), ("dtype", "float32"), ("threads", 1)])
+@pytest.mark.parametrize(
+    "field, value", [("target", "Other"), ("device", "a GPU"), ("dtype", "float32"), ("threads", 1)]
+)
 def test_a_profile_of_something_else_is_refused_naming_flag_and_difference(field, value):
     PROFILE.check(KEY, "auto")
     with pytest.raises(ValueError, match=f"--speculative-d3tree-cost-profile file.json .*{field}") as error:
@@ -119,7 +123,7 @@ def test_an_unreadable_profile_is_refused_naming_the_flag(tmp_path: Path, text):
     path = tmp_path / "profile.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ValueError, match="--speculative-d3tree-cost-profile .*d3tree calibrate"):
+    with pytest.raises(ValueError, match=r"--speculative-d3tree-cost-profile .*d3tree calibrate"):
         CostProfile.load(path)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -176,7 +178,7 @@ def test_drafting_that_cannot_pay_stops_and_is_probed_ever_more_rarely():
     server.rounds(WARM_UP, 1, 0.5)
     horizons = server.rounds(2000, 1, 0.5)
     drafted = [i for i, h in enumerate(horizons) if h > 0]
-    distances = [b - a for a, b in zip(drafted, drafted[1:], strict=False)]
+    distances = [b - a for a, b in itertools.pairwise(drafted)]
     assert drafted[0] == FIRST_PROBE - 1 and distances == sorted(distances)
     assert len(drafted) < 10
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -42,7 +43,7 @@ def test_totals_are_tile_multiples_or_the_anchors(requests, max_rows, tile, data
     if requests * max_rows > requests:
         assert totals[-1] >= requests * max_rows
     # Never more than a tile, or a sixteenth, away from what one would like.
-    assert all(b - a <= max(tile, a / TOTALS_PER_DOUBLING) for a, b in zip(tiled, tiled[1:], strict=False))
+    assert all(b - a <= max(tile, a / TOTALS_PER_DOUBLING) for a, b in itertools.pairwise(tiled))
 
 
 @pytest.mark.parametrize("arguments", [(0, 4, 1), (1, 4, 0), (1, 4, 1, 5), (1, 4, 1, 0)])
