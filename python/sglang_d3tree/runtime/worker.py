@@ -34,6 +34,7 @@ from sglang_d3tree.runtime.accept import accept
 from sglang_d3tree.runtime.calibration import cost_profile
 from sglang_d3tree.runtime.metrics import RoundCounters
 from sglang_d3tree.runtime.stopwatch import Stopwatch
+from sglang_d3tree.runtime.token_map import read_token_map
 from sglang_d3tree.runtime.verifiers import prepare_capture, target_parts, verify_positions
 from sglang_d3tree.runtime.verify_input import TreeVerifyInput
 from sglang_d3tree.runtime.window import RoundWindow, committed_moves, open_window, write_columns
@@ -58,7 +59,10 @@ class D3TreeWorker(DFlashWorkerV2):
         with get_spec().override(speculative_num_draft_tokens=block_size):
             super().__init__(server_args, gpu_id, nccl_port, target_worker)
         prepare_capture(self.model_runner.model)
-        self._target_parts = target_parts(self.model_runner.model, self.draft_model)
+        vocabulary = self.model_runner.model_config.vocab_size
+        draft_path = server_args.speculative_draft_model_path
+        token_map = read_token_map(get_spec().speculative_token_map, draft_path, vocabulary)
+        self._target_parts = target_parts(self.model_runner.model, self.draft_model, token_map)
         # Embeddings handed over with a batch are cast to bfloat16 on the way; the model's own look-up is not.
         self.draft_model.forward_embed = self._embed_block
         self.planner = self._new_planner(None)
@@ -129,6 +133,7 @@ class D3TreeWorker(DFlashWorkerV2):
             "max_rows": self.options.max_rows,
             "topk": self.options.topk,
             "block_size": self.block_size,
+            "draft_vocabulary": self.draft_vocabulary,
             **self.counters.summary(),
         }
 
@@ -236,7 +241,8 @@ class D3TreeWorker(DFlashWorkerV2):
 
     def _propose(self, hidden: torch.Tensor) -> Candidates:
         """Candidates of every drafted position, from its hidden state [R, D, H]."""
-        return draft_candidates(self._target_parts.logits(hidden), self.options.topk)
+        parts = self._target_parts
+        return draft_candidates(parts.logits(hidden), self.options.topk, token_map=parts.token_map)
 
     def _verify(self, batch: Any, window: RoundWindow, rows: VerifyRows) -> LogitsProcessorOutput:
         """The target's pass over all retained trees: logits [T, V] and captured hidden states [T, layers * H]."""
