@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_d3tree.policy.cost import CostProfile
+from sglang_d3tree.policy.cost import FILE_VARIABLE, SECONDS_VARIABLE, CostProfile
 
 
 def calibrate(server_flags: Sequence[str], out: Path, seconds: float) -> CostProfile:
@@ -20,7 +20,6 @@ def calibrate(server_flags: Sequence[str], out: Path, seconds: float) -> CostPro
         RuntimeError: when the server does not start; the message carries the end of its log.
     """
     from sglang_d3tree.demo.server import Server
-    from sglang_d3tree.runtime.calibration import FILE_VARIABLE, SECONDS_VARIABLE
 
     for flag in ("--model-path", "--speculative-draft-model-path"):
         if not any(given.split("=")[0] == flag for given in server_flags):

@@ -19,6 +19,9 @@ from sglang_d3tree.tree.budget import candidate_totals
 
 PROFILE_FLAG = "--speculative-d3tree-cost-profile"
 FORMAT = 1
+# `d3tree calibrate` sets both for the server it starts: where the profile goes, and how long measuring may take.
+FILE_VARIABLE = "SGLANG_D3TREE_CALIBRATION_FILE"
+SECONDS_VARIABLE = "SGLANG_D3TREE_CALIBRATION_SECONDS"
 
 # Tile widths that matrix kernels are known to use, and the share of a step's rise that may happen inside a tile.
 TILES = (128, 64, 32, 16, 8)

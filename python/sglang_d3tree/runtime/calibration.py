@@ -27,7 +27,16 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 
 from sglang_d3tree.paths import cache_directory
-from sglang_d3tree.policy.cost import TILES, CostProfile, Curve, ProfileKey, find_tile, measured_curve
+from sglang_d3tree.policy.cost import (
+    FILE_VARIABLE,
+    SECONDS_VARIABLE,
+    TILES,
+    CostProfile,
+    Curve,
+    ProfileKey,
+    find_tile,
+    measured_curve,
+)
 from sglang_d3tree.policy.planner import Planner
 from sglang_d3tree.runtime.window import open_window
 from sglang_d3tree.tree.build import build_tree
@@ -39,9 +48,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# `d3tree calibrate` sets both: where the profile goes, and how long measuring may take.
-FILE_VARIABLE = "SGLANG_D3TREE_CALIBRATION_FILE"
-SECONDS_VARIABLE = "SGLANG_D3TREE_CALIBRATION_SECONDS"
 _AUTO_SECONDS = 8.0
 # Largest pass that is measured; the curve's last line is prolonged beyond it.
 _MOST_ROWS = 512
