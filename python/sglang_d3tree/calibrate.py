@@ -6,6 +6,8 @@ The measuring is the server's own (``runtime/calibration.py``), so a profile hol
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,6 +29,8 @@ def calibrate(server_flags: Sequence[str], out: Path, seconds: float) -> CostPro
     flags = list(server_flags)
     if "--speculative-algorithm" not in flags:
         flags += ["--speculative-algorithm", "d3tree"]
+    # A command that is told to end would otherwise leave its server behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     out = out.absolute()
     os.environ[FILE_VARIABLE] = str(out)
     os.environ[SECONDS_VARIABLE] = str(seconds)

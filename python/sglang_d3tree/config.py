@@ -31,9 +31,15 @@ class D3TreeOptions:
     max_rows: int = 32
     topk: int = 8
     threshold: float = 0.0
+    tree_rows: int = 0
     min_rows: int = 1
     adaptive_horizon: bool = True
     cost_profile: str = "auto"
+
+    @property
+    def rows(self) -> int:
+        """Rows of a request's candidate tree at most."""
+        return min(self.tree_rows, self.max_rows) if self.tree_rows else self.max_rows
 
     def replace(self, **changes: Any) -> D3TreeOptions:
         """A validated copy with ``changes`` applied.
@@ -156,6 +162,14 @@ OPTIONS: tuple[Option, ...] = (
         "Drop draft nodes whose predicted survival (product along their path) is below this; 0 keeps all. "
         "Used by the d3tree policy.",
         _between(0.0, 1.0),
+        runtime=True,
+    ),
+    Option(
+        "tree_rows",
+        int,
+        "Rows of a request's candidate tree, its anchor included, as far as max-rows allows; 0 means max-rows. Unlike "
+        "max-rows it can be changed on a running server.",
+        _between(0, 1024),
         runtime=True,
     ),
     Option(

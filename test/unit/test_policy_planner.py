@@ -257,11 +257,3 @@ def test_survival_that_does_not_come_true_is_trusted_less():
     doubter = Server(Planner(tables(draft=0.3, per_row=0.02), HORIZON, MAX_ROWS))
     horizons = doubter.rounds(200, 4, 0.6, true_share=0.1)
     assert doubter.planner.trust < 0.5 and horizons[-1] == 0
-
-
-def test_a_new_policy_starts_without_prejudice():
-    server = Server(Planner(tables(draft=5.0), HORIZON, MAX_ROWS))
-    server.rounds(50, 1, 0.5)
-    assert server.round(1, 0.5) == 0
-    server.planner.forget()
-    assert server.round(1, 0.5) == HORIZON

@@ -75,10 +75,6 @@ class Planner:
         self._adaptive_horizon = adaptive_horizon
         self._plain_mode = plain_mode
         self._device = device
-        self.forget()
-
-    def forget(self) -> None:
-        """Start anew, as when the policy changes and with it what is drafted."""
         self._record = empty_record(self.max_horizon, self._device)
         self._drafted = 0  # request-rounds in the record
         self._predicted = self._accepted = _TRUST_PRIOR

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 
 from sglang_d3tree.paths import cache_directory
@@ -74,16 +75,29 @@ def cost_profile(worker: D3TreeWorker) -> CostProfile | None:
         profile.check(key, setting)
         return profile
     path = _cache_path(key)
+    kept: CostProfile | None = _first_rank_says(_cached(path, key))
+    if kept is not None:
+        return kept
+    began = time.perf_counter()
+    profile = measure(worker, key, _AUTO_SECONDS)
+    if get_parallel().tp_rank == 0:
+        profile.save(path)
+    logger.info("D3TREE: costs measured in %.1f s and kept in %s", time.perf_counter() - began, path)
+    return profile
+
+
+def _cached(path: Path, key: ProfileKey) -> CostProfile | None:
     try:
         profile = CostProfile.load(path)
         profile.check(key, str(path))
-        return profile
     except ValueError:
-        began = time.perf_counter()
-        profile = measure(worker, key, _AUTO_SECONDS)
-        profile.save(path)
-        logger.info("D3TREE: costs measured in %.1f s and kept in %s", time.perf_counter() - began, path)
-        return profile
+        return None
+    return profile
+
+
+def _first_rank_says(value: Any) -> Any:
+    """The first tensor-parallel rank's value on every rank: ranks whose clocks differ must still decide alike."""
+    return get_parallel().tp_group.broadcast_object(value)
 
 
 def profile_key(worker: D3TreeWorker) -> ProfileKey:
@@ -139,14 +153,15 @@ def measure(worker: D3TreeWorker, key: ProfileKey, seconds: float) -> CostProfil
         bench = _Bench(worker)
         tile = bench.tile()
         bench.sweep()
-        while time.perf_counter() < deadline:
+        while _first_rank_says(time.perf_counter() < deadline):
             bench.sweep()
         profile = bench.profile(key, tile)
         profile = bench.with_host_times(profile)
     worker.options = given
     worker.use_profile(None)
     worker.reset_counters()
-    return profile
+    agreed: CostProfile = _first_rank_says(profile)
+    return agreed
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,62 +17,67 @@ class RoundCounters:
     """Sums over all rounds since start-up; reading them is the only host round trip."""
 
     def __init__(self) -> None:
-        self._rounds = 0
-        self._request_rounds = 0
-        self._capacity = 0
+        self._host: dict[str, float] = dict.fromkeys(
+            ("rounds", "request_rounds", "capacity", "drafted", "seconds", "predicted", "seconds_predicted", "error"), 0
+        )
+        self._host |= {f"mode_{mode}": 0 for mode in MODES} | {f"stage_{stage}": 0.0 for stage in STAGES}
         # rows verified (anchors included), tokens emitted
-        self._sums: torch.Tensor | None = None
-        self._modes = dict.fromkeys(MODES, 0)
-        self._drafted = 0
-        self._stages = dict.fromkeys(STAGES, 0.0)
-        self._measured = 0.0
-        # Only rounds whose time was predicted count in these three.
-        self._predicted = 0.0
-        self._measured_of_predicted = 0.0
-        self._error = 0.0
+        self._device: torch.Tensor | None = None
 
     def record(self, rows: VerifyRows, walk: Walk, mode: str, horizon: int, predicted: float, watch: Stopwatch) -> None:
-        """Add one round: its mode, its drafted positions, the seconds it should have taken and those it did."""
-        self._rounds += 1
-        self._request_rounds += rows.num_requests
-        self._capacity += rows.token_ids.shape[0]
-        round_sums = torch.stack((rows.row_offsets[-1], walk.accept_lens.sum()))
-        self._sums = round_sums if self._sums is None else self._sums + round_sums
-        self._modes[mode] += 1
-        self._drafted += horizon
+        """Add one round: its mode, its drafted positions, the seconds it should have taken (0: unknown) and did."""
+        host = self._host
+        host["rounds"] += 1
+        host["request_rounds"] += rows.num_requests
+        host["capacity"] += rows.token_ids.shape[0]
+        host["drafted"] += horizon
+        host["seconds"] += watch.total
+        host[f"mode_{mode}"] += 1
         for stage, seconds in watch.seconds.items():
-            self._stages[stage] += seconds
-        self._measured += watch.total
+            host[f"stage_{stage}"] += seconds
         if predicted > 0.0:
-            self._predicted += predicted
-            self._measured_of_predicted += watch.total
-            self._error += abs(predicted - watch.total)
+            host["predicted"] += predicted
+            host["seconds_predicted"] += watch.total
+            host["error"] += abs(predicted - watch.total)
+        round_sums = torch.stack((rows.row_offsets[-1], walk.accept_lens.sum()))
+        self._device = round_sums if self._device is None else self._device + round_sums
+
+    def totals(self) -> dict[str, float]:
+        """The plain sums; differences of two readings describe what happened between them (``averages``)."""
+        verified, emitted = (0, 0) if self._device is None else self._device.tolist()
+        return {**self._host, "rows": verified, "tokens": emitted}
 
     def summary(self) -> dict[str, Any]:
-        """Averages since start-up.
+        """Averages since start-up, and the sums they come from."""
+        totals = self.totals()
+        return {**averages(totals), "totals": totals}
 
-        accept_length and rows_per_request are per request and round; row_fill is used rows over rows computed; modes
-        counts rounds; horizon is drafted positions per round, plain rounds with 0; seconds are per round and stage;
-        predicted_over_measured compares sums, prediction_error is the mean distance over the mean round; budget_share
-        is the budget's part of all round time.
-        """
-        if self._sums is None:
-            return {"rounds": 0}
-        verified, emitted = self._sums.tolist()
-        summary: dict[str, Any] = {
-            "rounds": self._rounds,
-            "accept_length": emitted / self._request_rounds,
-            "rows_per_request": verified / self._request_rounds,
-            "rows_per_round": verified / self._rounds,
-            "requests_per_round": self._request_rounds / self._rounds,
-            "row_fill": verified / self._capacity,
-            "modes": dict(self._modes),
-            "horizon": self._drafted / self._rounds,
-            "round_seconds": self._measured / self._rounds,
-            "stage_seconds": {stage: seconds / self._rounds for stage, seconds in self._stages.items()},
-            "budget_share": self._stages["budget"] / max(self._measured, 1e-9),
-        }
-        if self._predicted > 0.0:
-            summary["predicted_over_measured"] = self._predicted / self._measured_of_predicted
-            summary["prediction_error"] = self._error / self._measured_of_predicted
-        return summary
+
+def averages(totals: Mapping[str, float]) -> dict[str, Any]:
+    """What a stretch of rounds was like on average, from their sums.
+
+    accept_length and rows_per_request are per request and round; row_fill is used rows over rows computed; modes counts
+    rounds; horizon is drafted positions per round, plain rounds with 0; round_seconds and stage_seconds are per round;
+    predicted_over_measured compares sums, prediction_error is the mean distance over the mean round; budget_share is
+    the budget's part of all round time.
+    """
+    rounds = totals["rounds"]
+    if not rounds:
+        return {"rounds": 0}
+    averages: dict[str, Any] = {
+        "rounds": rounds,
+        "accept_length": totals["tokens"] / totals["request_rounds"],
+        "rows_per_request": totals["rows"] / totals["request_rounds"],
+        "rows_per_round": totals["rows"] / rounds,
+        "requests_per_round": totals["request_rounds"] / rounds,
+        "row_fill": totals["rows"] / totals["capacity"],
+        "modes": {mode: totals[f"mode_{mode}"] for mode in MODES},
+        "horizon": totals["drafted"] / rounds,
+        "round_seconds": totals["seconds"] / rounds,
+        "stage_seconds": {stage: totals[f"stage_{stage}"] / rounds for stage in STAGES},
+        "budget_share": totals["stage_budget"] / max(totals["seconds"], 1e-9),
+    }
+    if totals["seconds_predicted"]:
+        averages["predicted_over_measured"] = totals["predicted"] / totals["seconds_predicted"]
+        averages["prediction_error"] = totals["error"] / totals["seconds_predicted"]
+    return averages

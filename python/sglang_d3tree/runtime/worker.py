@@ -28,7 +28,7 @@ from sglang.srt.speculative.spec_utils import draft_tp_context
 from sgl_kernel_ext.cpu import build_all
 from sglang_d3tree.config import D3TreeOptions, options_of
 from sglang_d3tree.policy.baselines import BUDGETED, POLICIES
-from sglang_d3tree.policy.cost import CostProfile, cost_tables, linear_cost
+from sglang_d3tree.policy.cost import CostProfile, CostTables, cost_tables, linear_cost
 from sglang_d3tree.policy.planner import PLAIN, Planner
 from sglang_d3tree.runtime.accept import accept
 from sglang_d3tree.runtime.calibration import cost_profile
@@ -65,7 +65,7 @@ class D3TreeWorker(DFlashWorkerV2):
         self._target_parts = target_parts(self.model_runner.model, self.draft_model, token_map)
         # Embeddings handed over with a batch are cast to bfloat16 on the way; the model's own look-up is not.
         self.draft_model.forward_embed = self._embed_block
-        self.planner = self._new_planner(None)
+        self.use_profile(None)
         if torch.device(self.device).type == "cpu":
             # Compile what is not in the cache now, not during somebody's first request.
             build_all()
@@ -91,24 +91,27 @@ class D3TreeWorker(DFlashWorkerV2):
     def use_profile(self, profile: CostProfile | None) -> None:
         """Decide by these costs from the next round on; None: by none."""
         self.profile = profile
-        self.planner = self._new_planner(profile)
-
-    def _new_planner(self, profile: CostProfile | None) -> Planner:
-        horizon = self.block_size - 1
-        costs = None
+        self._costs: CostTables | None = None
         self._verify_cost = linear_cost(self.options.max_rows, device=self.device)
         if profile is not None:
             requests = self.model_runner.req_to_token_pool.size
-            costs = cost_tables(profile, requests, self.options.max_rows, self.block_size, self.device)
-            self._verify_cost = costs.one_request(self.options.max_rows, horizon)
-        return Planner(
-            costs,
-            horizon,
-            self.options.max_rows,
-            min_rows=self.options.min_rows,
-            adaptive_horizon=self.options.adaptive_horizon,
-            device=self.device,
-        )
+            self._costs = cost_tables(profile, requests, self.options.max_rows, self.block_size, self.device)
+            self._verify_cost = self._costs.one_request(self.options.max_rows, self.block_size - 1)
+        self._planners: dict[D3TreeOptions, Planner] = {}
+        self.planner = self._planner_of(self.options)
+
+    def _planner_of(self, options: D3TreeOptions) -> Planner:
+        """One for every set of options: what was seen under one says little about another, and is kept for a return."""
+        if options not in self._planners:
+            self._planners[options] = Planner(
+                self._costs,
+                self.block_size - 1,
+                options.max_rows,
+                min_rows=options.min_rows,
+                adaptive_horizon=options.adaptive_horizon,
+                device=self.device,
+            )
+        return self._planners[options]
 
     def reset_counters(self) -> None:
         """Count from here on."""
@@ -122,7 +125,7 @@ class D3TreeWorker(DFlashWorkerV2):
     def set_options(self, **changes: Any) -> None:
         """Change run-time options between two rounds."""
         self.options = self.options.replace(**changes)
-        self.planner.forget()
+        self.planner = self._planner_of(self.options)
         logger.info("D3TREE options changed: %s", changes)
 
     def describe(self) -> dict[str, Any]:
@@ -130,6 +133,8 @@ class D3TreeWorker(DFlashWorkerV2):
         return {
             "policy": self.options.policy,
             "threshold": self.options.threshold,
+            "tree_rows": self.options.rows,
+            "adaptive_horizon": self.options.adaptive_horizon,
             "max_rows": self.options.max_rows,
             "topk": self.options.topk,
             "block_size": self.block_size,
@@ -165,7 +170,7 @@ class D3TreeWorker(DFlashWorkerV2):
             candidates = self._propose(hidden)
             watch.lap("propose")
             tree, wanted, survival = POLICIES[self.options.policy](
-                candidates, anchors, self.options.max_rows, self.options.threshold, self._verify_cost
+                candidates, anchors, self.options.rows, self.options.threshold, self._verify_cost
             )
             watch.lap("tree")
             chosen = self.planner.total(tree, survival, wanted, self.options.policy in BUDGETED, context)
