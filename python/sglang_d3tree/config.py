@@ -182,8 +182,8 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "adaptive_horizon",
         bool,
-        "Draft fewer positions than the block allows, or none, where costs and survival say that this is faster. "
-        "Used by the d3tree policy.",
+        "Draft fewer positions than the block allows where costs and survival say that this is faster. Used by the "
+        "d3tree policy, which may decode plainly either way.",
         _anything,
         runtime=True,
     ),

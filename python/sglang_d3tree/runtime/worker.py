@@ -9,6 +9,7 @@ draft KV pool, prefill that writes target hidden states into the draft KV) is in
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from sglang_d3tree.policy.baselines import BUDGETED, POLICIES
 from sglang_d3tree.policy.cost import CostProfile, CostTables, cost_tables, linear_cost
 from sglang_d3tree.policy.planner import PLAIN, Planner
 from sglang_d3tree.runtime.accept import accept
-from sglang_d3tree.runtime.calibration import cost_profile
+from sglang_d3tree.runtime.calibration import cost_profile, profile_key
 from sglang_d3tree.runtime.metrics import RoundCounters
 from sglang_d3tree.runtime.stopwatch import Stopwatch
 from sglang_d3tree.runtime.token_map import read_token_map
@@ -139,6 +140,9 @@ class D3TreeWorker(DFlashWorkerV2):
             "topk": self.options.topk,
             "block_size": self.block_size,
             "draft_vocabulary": self.draft_vocabulary,
+            "cost_profile": self.options.cost_profile,
+            "cost_key": asdict(profile_key(self)),
+            "tile": None if self.profile is None else self.profile.tile,
             **self.counters.summary(),
         }
 
