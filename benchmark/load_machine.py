@@ -31,12 +31,17 @@ class OtherLoad:
         idle = times.idle + getattr(times, "iowait", 0.0)
         # guest time is part of user time already
         total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-        own = 0.0
-        for pid in self._ours:
-            with contextlib.suppress(psutil.Error):
-                process = psutil.Process(pid)
-                for member in [process, *process.children(recursive=True)]:
-                    with contextlib.suppress(psutil.Error):
-                        spent = member.cpu_times()
-                        own += spent.user + spent.system
-        return total / (os.cpu_count() or 1), total - idle, own
+        return total / (os.cpu_count() or 1), total - idle, cpu_seconds(self._ours)
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """CPU time that these processes and their descendants have used so far."""
+    spent = 0.0
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            for member in [process, *process.children(recursive=True)]:
+                with contextlib.suppress(psutil.Error):
+                    times = member.cpu_times()
+                    spent += times.user + times.system
+    return spent
