@@ -64,3 +64,6 @@ def d3tree(candidates: Candidates, anchors: Tensor, max_rows: int, threshold: Te
 
 
 POLICIES: dict[str, Policy] = {"chain": chain, "ddtree": ddtree, "caddtree": caddtree, "d3tree": d3tree}
+
+# Policies whose kept nodes compete for one budget over the batch; the others verify all that they keep.
+BUDGETED = frozenset({"d3tree"})
