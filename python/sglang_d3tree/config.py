@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 POLICIES = ("d3tree", "ddtree", "caddtree", "chain")
+HEADS = ("auto", "none", "linear", "path")
 
 _WORDS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
 
@@ -29,12 +30,13 @@ class D3TreeOptions:
 
     policy: str = "d3tree"
     max_rows: int = 32
-    topk: int = 8
+    topk: int = 0
     threshold: float = 0.0
     tree_rows: int = 0
     min_rows: int = 1
     adaptive_horizon: bool = True
     cost_profile: str = "auto"
+    head: str = "auto"
 
     @property
     def rows(self) -> int:
@@ -153,8 +155,9 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "topk",
         int,
-        "Candidate tokens taken from the draft distribution at every depth.",
-        _between(1, 256),
+        "Candidate tokens taken from the draft distribution at every depth; 0 takes as many as the tree-size head was "
+        "trained with, 8 without a head.",
+        _between(0, 256),
     ),
     Option(
         "threshold",
@@ -193,6 +196,14 @@ OPTIONS: tuple[Option, ...] = (
         "Measured costs to decide by: auto (measured at the first start and cached), none (verify all that the policy "
         "wants) or the path of a file made by d3tree calibrate.",
         lambda value: None if value else "must be auto, none or a path",
+    ),
+    Option(
+        "head",
+        str,
+        "Tree-size head beside the drafter that predicts survival for the d3tree policy: linear, path, auto (the best "
+        "there is, path first) or none (the draft's own probabilities).",
+        _one_of(HEADS),
+        choices=HEADS,
     ),
 )
 

@@ -6,6 +6,7 @@ letters         the letters target (``support.models``) with D3TREE, 45 rows: fa
 letters_loaded  the same with made-up costs that bring every mode of the budget within a few requests
 letters_plain   the letters target without speculation on our platform, seeds count
 letters_seeded  the letters target with D3TREE, seeds count
+headed          the letters target with D3TREE and a head beside its drafter, one kind after the other
 """
 
 from __future__ import annotations
@@ -103,6 +104,15 @@ def letters_plain() -> Iterator[Server]:
 def letters_seeded() -> Iterator[Server]:
     target, drafter = models.letters_target(), models.letters_drafter()
     yield from running(Server(*speculative(target, drafter, DETERMINISTIC, *WHOLE_TREES), entry=SERVE))
+
+
+@pytest.fixture(scope="module", params=["linear", "path"])
+def headed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Server]]:
+    """The kind of head, and the letters target served with one of that kind that was never trained."""
+    drafter = models.letters_drafter_with_head(tmp_path_factory.mktemp("head") / "drafter", request.param)
+    flags = speculative(models.letters_target(), drafter, "--speculative-d3tree-max-rows", 24)
+    for server in running(Server(*flags)):
+        yield request.param, server
 
 
 @pytest.hookimpl(wrapper=True)

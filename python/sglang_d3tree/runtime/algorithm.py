@@ -60,6 +60,7 @@ class D3TreeAlgorithm(CustomSpecAlgo):
             ValueError: one sentence that names the flag and the fix.
         """
         from sglang_d3tree.runtime.draft_checkpoint import read_draft_checkpoint
+        from sglang_d3tree.runtime.tree_head import read_head
 
         _refuse_unsupported(server_args)
         options = options_of(_record(server_args))
@@ -67,6 +68,7 @@ class D3TreeAlgorithm(CustomSpecAlgo):
             raise ValueError("D3TREE needs a DFlash drafter: set --speculative-draft-model-path.")
         checkpoint = read_draft_checkpoint(server_args, _record(server_args))
         _check_files(server_args, options, _record(server_args))
+        read_head(options.head, server_args.speculative_draft_model_path, server_args.model_path)
         server_args.speculative_num_steps = 1
         server_args.speculative_eagle_topk = 1
         server_args.speculative_dflash_block_size = checkpoint.block_size

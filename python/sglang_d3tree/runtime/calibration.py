@@ -102,7 +102,8 @@ def _first_rank_says(value: Any) -> Any:
 
 def profile_key(worker: D3TreeWorker) -> ProfileKey:
     """What this server's costs depend on. Weights do not matter, their shapes do."""
-    draft_shape = f"block {worker.block_size}, {worker.options.topk} of {worker.draft_vocabulary} tokens"
+    proposed = f"{worker.options.topk} of {worker.draft_vocabulary} tokens, survival {worker.survival_kind}"
+    draft_shape = f"block {worker.block_size}, {proposed}"
     return ProfileKey(
         target=f"{type(worker.model_runner.model).__name__} {_shapes(worker.model_runner.model)}",
         drafter=f"{type(worker.draft_model).__name__} {_shapes(worker.draft_model)}, {draft_shape}",
@@ -226,7 +227,8 @@ class _Bench:
         for requests, horizon in self._draft_points():
             seconds, hidden = self._draft_pass(requests, horizon)
             self._keep_best(self._draft, requests * (horizon + 1), seconds)
-            propose = self._timed(partial(self._worker._propose, hidden))
+            anchors = torch.ones(requests, dtype=torch.int64, device=hidden.device)
+            propose = self._timed(partial(self._worker._propose, hidden, anchors))
             self._keep_best(self._propose, requests * horizon, propose)
         for requests, rows in self._long_points():
             self._keep_best(self._long, (requests, rows), self._verify_pass(rows, self._long_prefix(), requests))

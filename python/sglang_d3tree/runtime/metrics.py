@@ -21,11 +21,24 @@ class RoundCounters:
             ("rounds", "request_rounds", "capacity", "drafted", "seconds", "predicted", "seconds_predicted", "error"), 0
         )
         self._host |= {f"mode_{mode}": 0 for mode in MODES} | {f"stage_{stage}": 0.0 for stage in STAGES}
-        # rows verified (anchors included), tokens emitted
+        # rows verified (anchors included), tokens emitted, tokens that survival predicted
         self._device: torch.Tensor | None = None
 
-    def record(self, rows: VerifyRows, walk: Walk, mode: str, horizon: int, predicted: float, watch: Stopwatch) -> None:
-        """Add one round: its mode, its drafted positions, the seconds it should have taken (0: unknown) and did."""
+    def record(
+        self,
+        rows: VerifyRows,
+        walk: Walk,
+        survival: torch.Tensor,
+        mode: str,
+        horizon: int,
+        predicted: float,
+        watch: Stopwatch,
+    ) -> None:
+        """Add one round: its mode, its drafted positions, the seconds it should have taken (0: unknown) and did.
+
+        survival [] is that of all verified rows, anchors (1 each) included: a request emits one token and as many as
+        nodes are accepted, so that sum is what survival says will be emitted.
+        """
         host = self._host
         host["rounds"] += 1
         host["request_rounds"] += rows.num_requests
@@ -39,13 +52,13 @@ class RoundCounters:
             host["predicted"] += predicted
             host["seconds_predicted"] += watch.total
             host["error"] += abs(predicted - watch.total)
-        round_sums = torch.stack((rows.row_offsets[-1], walk.accept_lens.sum()))
+        round_sums = torch.stack((rows.row_offsets[-1], walk.accept_lens.sum(), survival.double()))
         self._device = round_sums if self._device is None else self._device + round_sums
 
     def totals(self) -> dict[str, float]:
         """The plain sums; differences of two readings describe what happened between them (``averages``)."""
-        verified, emitted = (0, 0) if self._device is None else self._device.tolist()
-        return {**self._host, "rows": verified, "tokens": emitted}
+        verified, emitted, expected = (0, 0, 0.0) if self._device is None else self._device.tolist()
+        return {**self._host, "rows": verified, "tokens": emitted, "tokens_predicted": expected}
 
     def summary(self) -> dict[str, Any]:
         """Averages since start-up, and the sums they come from."""
@@ -56,8 +69,9 @@ class RoundCounters:
 def averages(totals: Mapping[str, float]) -> dict[str, Any]:
     """What a stretch of rounds was like on average, from their sums.
 
-    accept_length and rows_per_request are per request and round; row_fill is used rows over rows computed; modes counts
-    rounds; horizon is drafted positions per round, plain rounds with 0; round_seconds and stage_seconds are per round;
+    accept_length, what survival predicted of it, and rows_per_request are per request and round; row_fill is used rows
+    over rows computed; modes counts rounds; horizon is drafted positions per round, plain rounds with 0; round_seconds
+    and stage_seconds are per round;
     predicted_over_measured compares sums, prediction_error is the mean distance over the mean round; budget_share is
     the budget's part of all round time.
     """
@@ -67,6 +81,7 @@ def averages(totals: Mapping[str, float]) -> dict[str, Any]:
     averages: dict[str, Any] = {
         "rounds": rounds,
         "accept_length": totals["tokens"] / totals["request_rounds"],
+        "predicted_accept_length": totals["tokens_predicted"] / totals["request_rounds"],
         "rows_per_request": totals["rows"] / totals["request_rounds"],
         "rows_per_round": totals["rows"] / rounds,
         "requests_per_round": totals["request_rounds"] / rounds,

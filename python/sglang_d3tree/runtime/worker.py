@@ -28,7 +28,7 @@ from sglang.srt.speculative.spec_utils import draft_tp_context
 
 from sgl_kernel_ext.cpu import build_all
 from sglang_d3tree.config import D3TreeOptions, options_of
-from sglang_d3tree.policy.baselines import BUDGETED, POLICIES
+from sglang_d3tree.policy.baselines import BUDGETED, LEARNED, POLICIES
 from sglang_d3tree.policy.cost import CostProfile, CostTables, cost_tables, linear_cost
 from sglang_d3tree.policy.planner import PLAIN, Planner
 from sglang_d3tree.runtime.accept import accept
@@ -36,14 +36,19 @@ from sglang_d3tree.runtime.calibration import cost_profile, profile_key
 from sglang_d3tree.runtime.metrics import RoundCounters
 from sglang_d3tree.runtime.stopwatch import Stopwatch
 from sglang_d3tree.runtime.token_map import read_token_map
+from sglang_d3tree.runtime.tree_head import SurvivalModel, read_head
 from sglang_d3tree.runtime.verifiers import prepare_capture, target_parts, verify_positions
 from sglang_d3tree.runtime.verify_input import TreeVerifyInput
 from sglang_d3tree.runtime.window import RoundWindow, committed_moves, open_window, write_columns
 from sglang_d3tree.tree.accept import Walk
 from sglang_d3tree.tree.candidates import Candidates, draft_candidates
+from sglang_d3tree.tree.edges import Edges, draft_edges
 from sglang_d3tree.tree.layout import VerifyRows, anchor_rows, layout_rows
 
 logger = logging.getLogger(__name__)
+
+# Candidates per depth where neither the user nor a trained head says how many.
+DEFAULT_TOPK = 8
 
 
 class D3TreeWorker(DFlashWorkerV2):
@@ -66,6 +71,7 @@ class D3TreeWorker(DFlashWorkerV2):
         self._target_parts = target_parts(self.model_runner.model, self.draft_model, token_map)
         # Embeddings handed over with a batch are cast to bfloat16 on the way; the model's own look-up is not.
         self.draft_model.forward_embed = self._embed_block
+        self._survival = self._load_survival(server_args)
         self.use_profile(None)
         if torch.device(self.device).type == "cpu":
             # Compile what is not in the cache now, not during somebody's first request.
@@ -74,11 +80,11 @@ class D3TreeWorker(DFlashWorkerV2):
             for layer in self.draft_model.layers:
                 layer.self_attn.use_table_qk_norm_rope = False
         logger.info(
-            "D3TREE: policy %s, block size %d, at most %d rows per request. The draft checkpoint has no trained "
-            "head: survival is the draft path probability.",
+            "D3TREE: policy %s, block size %d, at most %d rows per request. Survival is %s.",
             self.options.policy,
             self.block_size,
             self.options.max_rows,
+            self._survival.describe(),
         )
 
     def _embed_block(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -122,6 +128,18 @@ class D3TreeWorker(DFlashWorkerV2):
     def draft_vocabulary(self) -> int:
         """Number of tokens the draft can propose."""
         return self._target_parts.vocabulary
+    @property
+    def survival_kind(self) -> str:
+        """Kind of the trained head, or "draft"."""
+        return self._survival.kind
+
+    def _load_survival(self, server_args: Any) -> SurvivalModel:
+        file = read_head(self.options.head, server_args.speculative_draft_model_path, server_args.model_path)
+        model = SurvivalModel(
+            file, self._target_parts.embed, self.model_runner.model_config.vocab_size, self.device
+        )
+        self.options = self.options.replace(topk=self.options.topk or model.topk or DEFAULT_TOPK)
+        return model
 
     def set_options(self, **changes: Any) -> None:
         """Change run-time options between two rounds."""
@@ -143,6 +161,7 @@ class D3TreeWorker(DFlashWorkerV2):
             "cost_profile": self.options.cost_profile,
             "cost_key": asdict(profile_key(self)),
             "tile": None if self.profile is None else self.profile.tile,
+            "survival": self.survival_kind,
             **self.counters.summary(),
         }
 
@@ -171,18 +190,20 @@ class D3TreeWorker(DFlashWorkerV2):
         if horizon:
             hidden = self._draft_block(batch, window, anchors, horizon)
             watch.lap("draft")
-            candidates = self._propose(hidden)
+            candidates, edges = self._propose(hidden, anchors)
             watch.lap("propose")
             tree, wanted, survival = POLICIES[self.options.policy](
-                candidates, anchors, self.options.rows, self.options.threshold, self._verify_cost
+                candidates, edges, anchors, self.options.rows, self.options.threshold, self._verify_cost
             )
             watch.lap("tree")
             chosen = self.planner.total(tree, survival, wanted, self.options.policy in BUDGETED, context)
             watch.lap("budget")
             rows = layout_rows(tree, chosen.keep, capacity=chosen.total)
             mode, predicted = chosen.mode, chosen.seconds
+            expected = (survival * chosen.keep).sum()
         else:
             rows = anchor_rows(anchors, self.options.max_rows)
+            expected = torch.full((), window.num_requests, device=self.device)
             mode, predicted = PLAIN, self.planner.plain_seconds(window.num_requests, context)
         watch.lap("tree")
 
@@ -201,7 +222,7 @@ class D3TreeWorker(DFlashWorkerV2):
             self.planner.observe(tree, survival, wanted, chosen.keep, walk.accept_lens - 1)
         watch.lap("budget")
         self.last_round = watch
-        self.counters.record(rows, walk, mode, horizon, predicted, watch)
+        self.counters.record(rows, walk, expected, mode, horizon, predicted, watch)
         return self._result(target, rows, walk, new_seq_lens)
 
     def _draft_block(self, batch: Any, window: RoundWindow, anchors: torch.Tensor, horizon: int) -> torch.Tensor:
@@ -248,10 +269,12 @@ class D3TreeWorker(DFlashWorkerV2):
             output = self.draft_model_runner.forward(forward_batch)
         return output.logits_output.hidden_states.view(requests, block, -1)[:, 1:]
 
-    def _propose(self, hidden: torch.Tensor) -> Candidates:
-        """Candidates of every drafted position, from its hidden state [R, D, H]."""
+    def _propose(self, hidden: torch.Tensor, anchors: torch.Tensor) -> tuple[Candidates, Edges]:
+        """Candidates of every drafted position and their survival, from the positions' hidden states [R, D, H]."""
         parts = self._target_parts
-        return draft_candidates(parts.logits(hidden), self.options.topk, token_map=parts.token_map)
+        candidates = draft_candidates(parts.logits(hidden), self.options.topk, token_map=parts.token_map)
+        learned = self.options.policy in LEARNED
+        return candidates, self._survival.edges(candidates, hidden, anchors) if learned else draft_edges(candidates)
 
     def _verify(self, batch: Any, window: RoundWindow, rows: VerifyRows) -> LogitsProcessorOutput:
         """The target's pass over all retained trees: logits [T, V] and captured hidden states [T, layers * H]."""
