@@ -100,7 +100,7 @@ def test_unknown_kinds_are_refused():
 def test_differences_of_counters_describe_the_time_between():
     names = [
         "rounds", "request_rounds", "capacity", "drafted", "seconds", "predicted", "seconds_predicted", "error", "rows",
-        "tokens", *(f"mode_{m}" for m in MODES), *(f"stage_{s}" for s in STAGES),
+        "tokens", "tokens_predicted", *(f"mode_{m}" for m in MODES), *(f"stage_{s}" for s in STAGES),
     ]  # fmt: skip
     totals = dict.fromkeys(names, 0.0)
     assert averages(totals) == {"rounds": 0}
