@@ -17,6 +17,7 @@ from sglang_d3tree.policy.planner import FIRST_PROBE, HEAVY, LIGHT, SATURATED, W
 from sglang_d3tree.policy.record import BINS, empty_record, faded, record_tokens, round_record
 from sglang_d3tree.tree.budget import candidate_totals, choose_total, expected_tokens, whole_tree
 from sglang_d3tree.tree.build import CandidateTree, build_tree
+from sglang_d3tree.tree.candidates import Candidates
 
 HORIZON, MAX_ROWS, MOST = 5, 16, 64
 
@@ -37,6 +38,18 @@ def flat_survival(tree: CandidateTree, conditional: float) -> torch.Tensor:
     return (conditional ** tree.depths.float()) * tree.valid
 
 
+def steady_tree(requests: int, conditional: float, horizon: int) -> tuple[CandidateTree, torch.Tensor]:
+    """Trees of a draft that is the same at every depth, best token with probability `conditional`, and their survival.
+
+    A shorter horizon drafts the same candidates less far.
+    """
+    shares = torch.tensor([conditional, *(conditional * (1 - conditional) * 0.5**i for i in range(1, 4))])
+    log_probs = shares.log().expand(requests, horizon, 4)
+    candidates = Candidates(torch.arange(4).expand_as(log_probs), log_probs, torch.full((requests,), horizon))
+    tree = build_tree(candidates, torch.arange(requests), MAX_ROWS)
+    return tree, tree.log_scores.exp()
+
+
 class Server:
     """Rounds of a server whose drafts come true exactly as often as predicted."""
 
@@ -47,8 +60,7 @@ class Server:
         """One round; returns its horizon."""
         horizon = self.planner.horizon(requests, context=100 * requests)
         if horizon:
-            tree = a_tree(requests, horizon=horizon)
-            survival = flat_survival(tree, conditional)
+            tree, survival = steady_tree(requests, conditional, horizon)
             rows = self.planner.total(tree, survival, tree.valid, True, context=100 * requests)
             predicted = float((survival * (rows.keep & (tree.depths > 0))).sum())
             accepted = torch.full((requests,), true_share * predicted / requests)
@@ -152,8 +164,7 @@ def test_rows_that_earlier_rounds_ask_for_are_those_this_round_asks_for():
     costs = tables(per_row=0.02)
     planner = Planner(costs, HORIZON, MAX_ROWS)
     Server(planner).rounds(20, requests=8, conditional=0.6)
-    tree = a_tree(8)
-    survival = flat_survival(tree, 0.6)
+    tree, survival = steady_tree(8, 0.6, HORIZON)
     now = planner.total(tree, survival, tree.valid, True, 800).total
     relayed = planner.relayed_total(8, HORIZON, 800)
     totals = candidate_totals(8, MAX_ROWS, costs.tile)
@@ -239,11 +250,9 @@ def test_the_horizon_is_as_fast_as_the_best_within_the_margin(draft, per_row, co
     def speed(horizon: int) -> float:
         if horizon == 0:
             return requests / float(costs.verify[requests])
-        tree = a_tree(requests, horizon=HORIZON)
-        survival = flat_survival(tree, conditional)
-        keep = tree.valid & (tree.depths <= horizon)
+        tree, survival = steady_tree(requests, conditional, horizon)
         totals = torch.tensor(candidate_totals(requests, MAX_ROWS, costs.tile))
-        tokens = expected_tokens(survival, keep, keep, totals)
+        tokens = expected_tokens(survival, tree.valid, tree.valid, totals)
         return float((tokens / (costs.verify[totals] + costs.draft_seconds(requests, horizon))).max())
 
     best = max(speed(h) for h in range(HORIZON + 1))

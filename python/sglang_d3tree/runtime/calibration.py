@@ -294,7 +294,7 @@ class _Bench:
         batch.sampling_info = SimpleNamespace(
             is_all_greedy=True, logit_bias=None, has_watermark_candidates=False, grammars=None
         )
-        tokens = torch.arange(requests, device=device) % 1000 + 1
+        tokens = torch.arange(requests, device=device) % self._worker.draft_vocabulary
         batch.spec_info = make_draft_input_v2(bonus_tokens=tokens, new_seq_lens=batch.seq_lens)
         return batch
 
@@ -383,7 +383,7 @@ def _curve(points: dict[int, float]) -> Curve:
 def _some_rows(requests: int, total: int, worker: D3TreeWorker) -> VerifyRows:
     """`total` rows in trees of nearly equal size."""
     device, horizon, topk = worker.device, worker.block_size - 1, worker.options.topk
-    tokens = (torch.arange(topk, device=device) + 1).expand(requests, horizon, topk)
+    tokens = torch.arange(topk, device=device).expand(requests, horizon, topk)
     log_probs = -(torch.arange(topk, device=device) + 1.0).log().expand(requests, horizon, topk) - 0.5
     candidates = Candidates(tokens, log_probs, torch.full((requests,), horizon, device=device))
     tree = build_tree(candidates, torch.ones(requests, dtype=torch.int64, device=device), worker.options.max_rows)

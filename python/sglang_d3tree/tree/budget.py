@@ -12,6 +12,7 @@ from sglang_d3tree.tree.build import CandidateTree
 
 # Totals to choose from, per doubling: every total is a shape that kernels (or graphs) have to be made for.
 TOTALS_PER_DOUBLING = 16
+_BELOW_ONE = 1.0 - 2.0**-24  # the largest float32 below 1
 
 
 def whole_tree(tree: CandidateTree, survival: Tensor, threshold: Tensor | float) -> Tensor:
@@ -47,7 +48,8 @@ def candidate_totals(requests: int, max_rows: int, tile: int, min_rows: int = 1)
 
 
 def floor_first(survival: Tensor, keep: Tensor, min_rows: int) -> Tensor:
-    """The ranking [R, N] float32 by which rows compete: survival, but 1 for a request's best min_rows - 1 kept nodes.
+    """The ranking [R, N] float32 by which rows compete: survival below 1, and 1 for a request's best min_rows - 1 kept
+    nodes.
 
     With survival as path_product returns it, the rows that are lifted are ancestor-closed, and so is any prefix of
     the ranking. min_rows = 1 returns survival itself: the anchor needs no help.
@@ -59,7 +61,8 @@ def floor_first(survival: Tensor, keep: Tensor, min_rows: int) -> Tensor:
     # Stable: equal survival goes to the smaller row, and parents come before children.
     order = nodes.sort(dim=1, descending=True, stable=True).indices[:, :min_rows]
     lifted = torch.zeros_like(keep).scatter_(1, order, True) & keep
-    return torch.where(lifted, 1.0, survival)
+    # A head may be certain of a node; even that gives way to the floor.
+    return torch.where(lifted, 1.0, survival.clamp(max=_BELOW_ONE))
 
 
 def expected_tokens(
