@@ -186,7 +186,8 @@ def run(args: argparse.Namespace) -> int:
         text_marks = mark_text(pair, args.limit or 100, args.work)
     lengths: list[AcceptLength] = []
     if args.skip != "accept-length":
-        with Server([*d3tree_arguments(pair), "--speculative-d3tree-cost-profile", "none"], name="d3tree server") as server:
+        arguments = [*d3tree_arguments(pair), "--speculative-d3tree-cost-profile", "none"]
+        with Server(arguments, name="d3tree server") as server:
             lengths = measure_accept_lengths(server.url, args.count, args.kinds)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     text = report(scores, text_marks, lengths, "make demo-eval")
