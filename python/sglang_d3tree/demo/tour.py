@@ -9,10 +9,11 @@ from typing import Any
 
 import requests
 
-from sglang_d3tree.demo.pair import DemoPair, cache_directory
+from sglang_d3tree.demo.pair import DemoPair
 from sglang_d3tree.demo.scenes import render, scenes
 from sglang_d3tree.demo.server import Server
 from sglang_d3tree.demo.workloads import ANSWER_TOKENS, chat_message, png
+from sglang_d3tree.paths import cache_directory
 
 TEXT_PROMPTS = (
     "Write a short story about a lighthouse keeper and a storm.",

@@ -72,5 +72,7 @@ def d3tree(
 
 POLICIES: dict[str, Policy] = {"chain": chain, "ddtree": ddtree, "caddtree": caddtree, "d3tree": d3tree}
 
+# Policies whose kept nodes compete for one budget over the batch; the others verify all that they keep.
+BUDGETED = frozenset({"d3tree"})
 # Policies that read a trained head's survival; to the others the draft's own probabilities are all there is.
 LEARNED = frozenset({"d3tree"})
