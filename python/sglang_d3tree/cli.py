@@ -81,14 +81,15 @@ def _add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser], cho
 
 
 def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser], chosen: bool) -> None:
-    train = commands.add_parser("train", help="train a drafter or the demo's vision tower")
+    train = commands.add_parser("train", help="train a drafter, its tree-size head, or the demo's vision tower")
     if not chosen:
         return
-    from sglang_d3tree.train import drafter, vision
+    from sglang_d3tree.train import drafter, head, vision
 
     parts = train.add_subparsers(required=True, metavar="PART")
     for name, module, text in (
         ("drafter", drafter, "a DFlash drafter, on data of `d3tree data generate`"),
+        ("head", head, "the tree-size head of a drafter: which candidates the target will accept"),
         ("vision", vision, "the demo verifier's vision tower"),
     ):
         part = parts.add_parser(name, help=text)

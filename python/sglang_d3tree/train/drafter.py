@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -185,6 +185,16 @@ class Trainer:
             return o.lr * (self.step + 1) / o.warmup_steps
         return o.min_lr + (o.lr - o.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, self.progress)))
 
+    def loss(self, batch: BlockBatch, rng: torch.Generator) -> torch.Tensor:
+        """What a step lowers."""
+        o = self.options
+        return block_loss(self.model, self.ends, self.head, batch, o.gamma, rng, o.soft, getattr(torch, o.dtype))
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Everything that is trained."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
     def train_step(self) -> float:
         """One update; returns the loss. The batch depends on (seed, step, rank) alone, so resuming repeats nothing."""
         o, began = self.options, time.monotonic()
@@ -193,11 +203,11 @@ class Trainer:
         batch = draw_batch(self.train_set, self.model.config, o, block_size, rng)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
-        loss = block_loss(self.model, self.ends, self.head, batch, o.gamma, rng, o.soft, getattr(torch, o.dtype))
+        loss = self.loss(batch, rng)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         seconds = self._share_gradients(min(time.monotonic() - began, LONGEST_STEP))
-        nn.utils.clip_grad_norm_(self.model.parameters(), o.clip)
+        nn.utils.clip_grad_norm_(self.parameters, o.clip)
         self.optimizer.step()
         self.step += 1
         decay = min(o.ema, (1 + self.step) / (10 + self.step))
@@ -214,7 +224,7 @@ class Trainer:
         """
         if self.world == 1:
             return seconds
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        grads = [p.grad for p in self.parameters if p.grad is not None]
         flat = torch.cat([g.flatten() for g in grads] + [torch.tensor([seconds])])
         torch.distributed.all_reduce(flat)
         flat /= self.world
@@ -222,9 +232,9 @@ class Trainer:
             g.copy_(mean.view_as(g))
         return float(flat[-1])
 
-    def save(self, path: Path) -> None:
-        """Write the run's state atomically."""
-        state = {
+    def state(self) -> dict[str, Any]:
+        """Everything that a run needs to go on."""
+        return {
             "model": self.model.state_dict(),
             "average": self.average.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -232,9 +242,12 @@ class Trainer:
             "seconds": self.seconds,
             "options": asdict(self.options),
         }
+
+    def save(self, path: Path) -> None:
+        """Write the run's state atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
-        torch.save(state, partial)
+        torch.save(self.state(), partial)
         os.replace(partial, path)
 
     def restore(self, path: Path) -> None:
@@ -243,6 +256,10 @@ class Trainer:
         for key in ("layers", "block_size", "seed"):
             if state["options"][key] != getattr(self.options, key):
                 raise ValueError(f"{path} was trained with another {key}")
+        self.load_state(state)
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """The inverse of ``state``."""
         self.model.load_state_dict(state["model"])
         self.average.load_state_dict(state["average"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -260,16 +277,18 @@ def train(
     validate_every: float = 300.0,
     save_every: float = 240.0,
     resume: bool = True,
+    make: Callable[[Path, Sequence[Path], TrainOptions, int, int], Trainer] = Trainer,
 ) -> Iterator[dict[str, Any]]:
     """Train and yield a record per validation (first process only); the run's state lives in ``run_dir``.
 
     export_dir: receives the averaged weights whenever validation improves beyond ``export_above``. Intervals are
-    seconds of training time. Under torchrun every process trains on its own blocks and gradients are averaged.
+    seconds of training time. make: builds the trainer, where another loss is wanted. Under torchrun every process
+    trains on its own blocks and gradients are averaged.
     """
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world > 1 and not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo")
-    trainer = Trainer(target_dir, data_dirs, options, rank, world)
+    trainer = make(target_dir, data_dirs, options, rank, world)
     state_path, curve = run_dir / "state.pt", run_dir / "curve.jsonl"
     if resume and state_path.exists():
         trainer.restore(state_path)

@@ -108,6 +108,44 @@ class ReducedHead:
         return (1 - soft) * loss + soft * (logits.logsumexp(dim=-1) - (target * logits).sum(dim=-1))
 
 
+@dataclass(frozen=True)
+class BlockTerms:
+    """What every loss on blocks is made of. hidden: [S, A, B - 1, H], the draft states. valid: [S, A, B - 1] bool,
+    labels inside the answer. losses: [n], of the n valid positions in order."""
+
+    hidden: torch.Tensor
+    valid: torch.Tensor
+    losses: torch.Tensor
+
+
+def block_terms(
+    model: DrafterModel,
+    ends: TargetEnds,
+    head: ReducedHead,
+    batch: BlockBatch,
+    generator: torch.Generator,
+    soft: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+) -> BlockTerms:
+    """Draft states and the cross-entropy on the target's own continuation, position by position.
+
+    soft: share of the loss that asks for the target's whole distribution along its path; it says which other tokens
+    were nearly chosen, which orders a tree's candidates and keeps a small data set from being learnt by heart. dtype:
+    of the matrix products; bfloat16 is twice as fast where the CPU has bfloat16 dot products.
+    """
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        hidden = model(ends.embedding[batch.block_ids], batch.anchors, batch.target_hidden)[..., 1:, :]
+    valid = batch.labels >= 0
+    teacher = rms_norm(batch.teacher[valid], ends.norm, model.config.rms_norm_eps) if soft else None
+    losses = head.cross_entropy(hidden[valid].to(dtype), batch.labels[valid], generator, teacher, soft)
+    return BlockTerms(hidden, valid, losses)
+
+
+def depth_weights(valid: torch.Tensor, gamma: float) -> torch.Tensor:
+    """exp(-(d - 1) / gamma) at depth d, [S, A, B - 1]: a wrong token ends the accepted path, whatever follows it."""
+    return torch.exp(-torch.arange(valid.shape[-1]) / gamma).expand(valid.shape)
+
+
 def block_loss(
     model: DrafterModel,
     ends: TargetEnds,
@@ -118,17 +156,7 @@ def block_loss(
     soft: float = 0.0,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Cross-entropy on the target's own continuation, weight exp(-(d - 1) / gamma) at depth d.
-
-    Early positions count more: a wrong token ends the accepted path, whatever follows it. soft: share of the loss
-    that asks for the target's whole distribution along its path; it says which other tokens were nearly chosen, which
-    orders a tree's candidates and keeps a small data set from being learnt by heart. dtype: of the matrix products;
-    bfloat16 is twice as fast where the CPU has bfloat16 dot products.
-    """
-    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        hidden = model(ends.embedding[batch.block_ids], batch.anchors, batch.target_hidden)[..., 1:, :]
-    valid = batch.labels >= 0
-    weight = torch.exp(-torch.arange(batch.labels.shape[-1]) / gamma).expand(valid.shape)[valid]
-    teacher = rms_norm(batch.teacher[valid], ends.norm, model.config.rms_norm_eps) if soft else None
-    losses = head.cross_entropy(hidden[valid].to(dtype), batch.labels[valid], generator, teacher, soft)
-    return (losses * weight).sum() / weight.sum()
+    """Mean of the positions' cross-entropy (``block_terms``) with the weights of their depths (``depth_weights``)."""
+    terms = block_terms(model, ends, head, batch, generator, soft, dtype)
+    weight = depth_weights(terms.valid, gamma)[terms.valid]
+    return (terms.losses * weight).sum() / weight.sum()
