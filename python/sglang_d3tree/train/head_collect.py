@@ -44,7 +44,7 @@ class CollectOptions:
     """
 
     seed: int = 0
-    conversations: int = 400
+    conversations: int = 320
     drafts: int = 40
     trees: int = 8
     nodes: int = 31

@@ -34,7 +34,7 @@ class FitOptions:
     rank: int = 0
     exclusive: bool = False
     rejected: float = 1.0
-    epochs: int = 30
+    epochs: int = 20
     batch: int = 64
     lr: float = 3e-3
     weight_decay: float = 0.02
@@ -185,9 +185,8 @@ def fit(
     """The head with the least validation loss, and the validation loss before the first and after every epoch."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
-        module = HeadModule(
-            embedding.shape[1], options.rank, options.exclusive, typical_size(train.states.float()), typical_size(embedding)
-        )
+        sizes = typical_size(train.states.float()), typical_size(embedding)
+        module = HeadModule(embedding.shape[1], options.rank, options.exclusive, *sizes)
     decayed = [p for p in module.parameters() if p.ndim]
     free = [module.log_prob, module.bias]
     optimizer = torch.optim.AdamW(

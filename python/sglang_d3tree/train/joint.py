@@ -17,7 +17,7 @@ import copy
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from sgl_kernel_ext.reference.head import log_chance
 from sglang_d3tree.head_file import HeadFile, load_head, save_head
-from sglang_d3tree.train.drafter import TrainOptions, Trainer, save_dflash_checkpoint, train
+from sglang_d3tree.train.drafter import Trainer, TrainOptions, save_dflash_checkpoint, train
 from sglang_d3tree.train.drafter_blocks import BlockBatch, block_terms, depth_weights
 from sglang_d3tree.train.drafter_checkpoint import load_dflash_checkpoint
 from sglang_d3tree.train.drafting import draft_answer, load_models
@@ -42,7 +42,7 @@ COMPARED_ROWS = (8, 16, 32)
 
 @dataclass(frozen=True)
 class JointOptions:
-    """The formula's constants: ``scale`` is its lambda. topk: candidates per depth."""
+    """The formula's constants: ``scale`` is its lambda. topk: candidates per depth, those of the frozen head."""
 
     boost: float = 1.0
     threshold: float = 0.1
@@ -114,13 +114,12 @@ class JointTrainer(Trainer):
     def loss(self, batch: BlockBatch, rng: torch.Generator) -> Tensor:
         return joint_loss(self, self.survival, batch, self.joint, rng)
 
-    @torch.no_grad()
     def train_step(self) -> float:
-        with torch.enable_grad():
-            loss = super().train_step()
+        loss = super().train_step()
         decay = min(self.options.ema, (1 + self.step) / (10 + self.step))
-        for mean, p in zip(self.survival_average.parameters(), self.survival.parameters(), strict=True):
-            mean.lerp_(p, 1 - decay)
+        with torch.no_grad():
+            for mean, p in zip(self.survival_average.parameters(), self.survival.parameters(), strict=True):
+                mean.lerp_(p, 1 - decay)
         return loss
 
     def state(self) -> dict[str, Any]:
@@ -171,6 +170,7 @@ def train_joint(
         raise ValueError(f"--joint trains another drafter: --out {out_dir} must not be the one it starts from")
     start = load_head(drafter_dir, target_dir, kind)
     assert start is not None
+    joint = replace(joint, topk=start.topk)
 
     def make(target: Path, data: Sequence[Path], o: TrainOptions, rank: int = 0, world: int = 1) -> JointTrainer:
         return JointTrainer(target, data, o, rank, world, start=start, joint=joint)
