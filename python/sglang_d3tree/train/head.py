@@ -53,7 +53,7 @@ def train_head(
     embedding = load_target_ends(target_dir).embedding
     training, validation = split_by_conversation(data, fitting.seed)
     head, curve = fit(training, validation, embedding, fitting)
-    found = {
+    found: dict[str, Any] = {
         "kind": head.kind,
         "parameters": head.num_parameters,
         "collect": asdict(collecting),

@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -141,9 +141,9 @@ def collect(
     verified = torch.arange(len(anchors)) < count
     targets = torch.zeros_like(tree.token_ids)
     if count:
-        first = CandidateTree(*(getattr(tree, f.name)[:count] for f in fields(tree)[:-1]), tree.horizon)
         cache = prefill(models.tower, tokens, image)
-        last = verify_trees(models.tower, cache, first, anchors[:count], image.offset if image else 0)
+        offset = image.offset if image else 0
+        last = verify_trees(models.tower, cache, _first(tree, count), anchors[:count], offset)
         targets[:count] = models.tower.logits(last).argmax(dim=-1)
     # The last token was never fed back: nothing is known after it.
     says = models.tower.logits(conversation.final[:-1].float()).argmax(dim=-1)
@@ -166,6 +166,12 @@ def collect(
         path_targets=says[places].int(),
         path_valid=inside,
     )
+
+
+def _first(tree: CandidateTree, count: int) -> CandidateTree:
+    """The trees of the first requests."""
+    parts = {f.name: getattr(tree, f.name)[:count] for f in fields(tree) if f.name != "horizon"}
+    return replace(tree, **parts)
 
 
 def check_answers(target_dir: Path, data_dirs: Sequence[Path]) -> None:

@@ -76,7 +76,7 @@ def accepted_nodes(tree: CandidateTree, continuation: Tensor) -> Tensor:
 def grow(drafts: Drafts, policy: str, edges_of: EdgesOf, max_rows: int) -> Grown:
     """One policy's trees for all drafts, rows in the order of their survival."""
     edges = edges_of(drafts.candidates, drafts.states, drafts.anchors)
-    free = VerifyCost(torch.zeros(()), torch.zeros(max_rows))
+    free = VerifyCost(0.0, torch.zeros(max_rows))
     # Which rows are kept is ``kept_rows``' business: here every policy's whole tree. caddtree grows ddtree's.
     plan = POLICIES["ddtree" if policy == "caddtree" else policy]
     tree, _, survival = plan(drafts.candidates, edges, drafts.anchors, max_rows, 0.0, free)
