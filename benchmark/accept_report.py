@@ -80,9 +80,9 @@ def plot(results: Sequence[AcceptLength], path: Path) -> None:
     figure, axes = pyplot.subplots(1, len(kinds), figsize=(3.9 * len(kinds), 3.8), squeeze=False, layout="constrained")
     for axis, kind in zip(axes[0], kinds, strict=True):
         for method in dict.fromkeys(r.method for r in results):
-            points = sorted((r.verified, r) for r in results if r.kind == kind and r.method == method)
-            bars = [r.mean - r.low for _, r in points], [r.high - r.mean for _, r in points]
-            axis.errorbar([x for x, _ in points], [r.mean for _, r in points], yerr=bars, marker="o", capsize=3,
+            points = sorted((r for r in results if r.kind == kind and r.method == method), key=lambda r: r.verified)
+            bars = [r.mean - r.low for r in points], [r.high - r.mean for r in points]
+            axis.errorbar([r.verified for r in points], [r.mean for r in points], yerr=bars, marker="o", capsize=3,
                           markersize=3, label=method)  # fmt: skip
         axis.set(title=kind, xscale="log", xlabel="mean rows per round", ylabel="tokens per round")
         axis.grid(True, alpha=0.3)

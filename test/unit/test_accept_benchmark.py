@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark"))
 
-from accept_report import AcceptLength, accept_length, table
+from accept_report import AcceptLength, accept_length, plot, table
 
 from sglang_d3tree.demo.workloads import Request, chat_message, png
 from sglang_d3tree.train.replay import Replayed
@@ -26,11 +26,14 @@ def test_intervals_are_over_answers_and_long_answers_weigh_more() -> None:
     assert alike.low == alike.mean == alike.high == 3.0
 
 
-def test_table_shows_methods_with_fewer_rows_than_they_may_use() -> None:
+def test_table_shows_methods_with_fewer_rows_than_they_may_use(tmp_path: Path) -> None:
     def result(method: str, rows: int, verified: float) -> AcceptLength:
         return AcceptLength("code", method, rows, verified, 1.0, 3, 9, 2.5, 2.0, 3.0)
 
-    text = table([result("chain", 8, 8.0), result("chain", 16, 8.0), result("ddtree", 16, 16.0)])
+    results = [result("chain", 8, 8.0), result("chain", 16, 8.0), result("ddtree", 16, 16.0)]
+    plot(results, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 5_000
+    text = table(results)
     assert "| mean rows per round | 8 | 16 |" in text
     assert "| chain | 2.50 [2.00, 3.00] | 2.50 [2.00, 3.00], 8.0 rows |" in text
     assert "| ddtree |  | 2.50 [2.00, 3.00] |" in text

@@ -24,8 +24,12 @@ from sglang_d3tree.tree.head import HeadWeights
 
 log = logging.getLogger(__name__)
 
+PATH_REJECTED = 0.3
+"""Measured on the demo pair: with all nodes alike, the path term learns what is said below rejected parents."""
 REPORT_ROWS = 64
 """Rows of the trees that the report prunes."""
+COMPARED_ROWS = 16
+"""Mean rows a round at which a head has to beat the draft."""
 
 
 def train_head(
@@ -93,8 +97,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epochs", type=int, default=f.epochs, help="of the fit at most")
     parser.add_argument("--lr", type=float, default=f.lr, help="learning rate of the fit")
     parser.add_argument(
-        "--rejected", type=float, default=f.rejected,
-        help="weight of nodes below parents that the target rejects (1: all nodes alike)",
+        "--rejected", type=float, default=None,
+        help="weight of nodes below parents that the target rejects (linear: 1, all nodes alike; path: 0.3)",
     )  # fmt: skip
     parser.add_argument(
         "--exclusive", action=argparse.BooleanOptionalAction, default=None,
@@ -140,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
             seed=args.seed,
             rank=args.rank if kind == "path" else 0,
             exclusive=kind == "path" if args.exclusive is None else args.exclusive,
-            rejected=args.rejected,
+            rejected=(PATH_REJECTED if kind == "path" else 1.0) if args.rejected is None else args.rejected,
             epochs=args.epochs,
             lr=args.lr,
         )
@@ -152,6 +156,14 @@ def run(args: argparse.Namespace) -> int:
             kind, head.num_parameters, nodes["auc"], nodes["auc_of_draft"], nodes["ece"], nodes["ece_of_draft"],
             head_path(out, kind),
         )  # fmt: skip
+        lengths = found["validation"]["accept_length_at_rows"]
+        with_head, without = (lengths[f"d3tree by the {name}"][COMPARED_ROWS] for name in ("head", "draft"))
+        if with_head < without:
+            log.warning(
+                "at %d rows a round this head accepts %.2f tokens, the draft's own probabilities %.2f: serve with "
+                "--speculative-d3tree-head none, or train it on more answers",
+                COMPARED_ROWS, with_head, without,
+            )  # fmt: skip
     return 0
 
 

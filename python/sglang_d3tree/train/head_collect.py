@@ -44,9 +44,9 @@ class CollectOptions:
     """
 
     seed: int = 0
-    conversations: int = 320
-    drafts: int = 40
-    trees: int = 8
+    conversations: int = 280
+    drafts: int = 128
+    trees: int = 4
     nodes: int = 31
     topk: int = 16
     dtype: str = "bfloat16"

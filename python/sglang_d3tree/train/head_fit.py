@@ -182,7 +182,11 @@ def _batches(data: HeadData, size: int, rng: torch.Generator) -> Iterator[HeadDa
 def fit(
     train: HeadData, validation: HeadData, embedding: Tensor, options: FitOptions
 ) -> tuple[HeadWeights, list[float]]:
-    """The head with the least validation loss, and the validation loss before the first and after every epoch."""
+    """The head with the least validation loss, and the validation loss before the first and after every epoch.
+
+    Validation looks at accepted parents alone, whatever ``rejected`` is: a round's walk never gets below another one,
+    and there a head can gain a lot (the draft knows least) while it loses where tokens are won.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
         sizes = typical_size(train.states.float()), typical_size(embedding)
@@ -196,7 +200,7 @@ def fit(
     steps = options.epochs * math.ceil(len(train) / options.batch)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 0.5 * (1 + math.cos(math.pi * i / steps)))
     rng = torch.Generator().manual_seed(options.seed)
-    curve = [mean_loss(module.weights(), validation, embedding, options.rejected)]
+    curve = [mean_loss(module.weights(), validation, embedding, 0.0)]
     best = copy.deepcopy(module.state_dict())
     for epoch in range(options.epochs):
         for drafts in _batches(train, options.batch, rng):
@@ -205,7 +209,7 @@ def fit(
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
-        curve.append(mean_loss(module.weights(), validation, embedding, options.rejected))
+        curve.append(mean_loss(module.weights(), validation, embedding, 0.0))
         log.info("epoch %d  training loss %.4f  validation loss %.4f", epoch + 1, float(loss.detach()), curve[-1])
         if curve[-1] == min(curve):
             best = copy.deepcopy(module.state_dict())
