@@ -75,7 +75,7 @@ def test_joint_loss_is_the_formula(rank: int, exclusive: bool) -> None:
                 survival = {c: 1 / (1 + math.exp(-z)) for c, z in scores.items()}
                 head_loss = -sum(math.log(s if c == label else 1 - s) for c, s in survival.items())
             path_survival *= survival.get(label, 0.0)
-            places.append((d, -float(log_probs[label]), path_survival, head_loss))
+            places.append((d, -float(log_probs[label].detach()), path_survival, head_loss))
             parent = label
     assert len(places) == 7  # the last block has one label
     likely = sorted(survival for *_, survival, _ in places)[-2:]
