@@ -22,7 +22,7 @@ import torch
 
 from sgl_kernel_ext.dispatch import register
 from sgl_kernel_ext.reference import attention as reference
-from sgl_kernel_ext.reference import tree
+from sgl_kernel_ext.reference import kv, layers, tree
 from sgl_kernel_ext.reference.attention import ATTENTION_MODES, AttentionMode, check_attention_inputs
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -61,7 +61,8 @@ def load_ops(name: str) -> object:
 
 def _library_path(name: str) -> Path:
     parts = [torch.__version__, sys.version, " ".join(CXX_FLAGS), os.environ.get("CXX", ""), _cpu_features()]
-    identity = hashlib.sha256("\n".join(parts).encode() + (SOURCES / f"{name}.cpp").read_bytes()).hexdigest()
+    sources = [SOURCES / f"{name}.cpp", *sorted(SOURCES.glob("*.h"))]
+    identity = hashlib.sha256("\n".join(parts).encode() + b"".join(s.read_bytes() for s in sources)).hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions")
     return root / f"sgl_kernel_ext_{name}_{identity[:16]}" / f"{name}.so"
@@ -120,7 +121,7 @@ def build_all() -> bool:
     Returns:
         Whether all of them run in C++; otherwise the warning has been given and the reference answers.
     """
-    return all([attention_ops() is not None, tree_ops() is not None])
+    return all([ops() is not None for ops in (attention_ops, tree_ops, layer_ops)])
 
 
 @functools.cache
@@ -133,6 +134,12 @@ def attention_ops() -> object | None:
 def tree_ops() -> object | None:
     """The operators of tree.cpp, or None (after the warning) when they cannot be built."""
     return _ops_or_warning("tree")
+
+
+@functools.cache
+def layer_ops() -> object | None:
+    """The operators of layers.cpp, or None (after the warning) when they cannot be built."""
+    return _ops_or_warning("layers")
 
 
 def _ops_or_warning(name: str) -> object | None:
@@ -205,23 +212,33 @@ def paged_attention(
     )  # fmt: skip
 
 
-def _tree_kernel(name: str) -> Callable[..., Any]:
-    specification: Callable[..., Any] = getattr(tree, name)
+def _kernel(specification: Callable[..., Any], operators: Callable[[], object | None]) -> Callable[..., Any]:
+    @functools.cache
+    def overload() -> Callable[..., Any] | None:
+        # Looking for the right overload at every call would cost as much as a small kernel takes.
+        ops = operators()
+        return None if ops is None else getattr(ops, specification.__name__).default
 
     @functools.wraps(specification)
     def kernel(*args: Any) -> Any:
-        ops = tree_ops()
+        compiled = overload()
         # The C++ operators have no derivative; a trainer that wants one gets the reference.
-        if ops is None or (torch.is_grad_enabled() and any(getattr(arg, "requires_grad", False) for arg in args)):
+        if compiled is None or (torch.is_grad_enabled() and any(getattr(arg, "requires_grad", False) for arg in args)):
             return specification(*args)
-        return getattr(ops, name)(*args)
+        return compiled(*args)
 
     return kernel
 
 
 TREE_KERNELS = ("draft_candidates", "build_tree", "path_product", "fill_rows", "layout_rows", "matching_child")
+LAYER_KERNELS = ("rms_norm", "add_rms_norm", "silu_and_mul", "rotate", "rotate_and_store")
+KV_KERNELS = ("compact_kv", "store_kv")
 
 register("paged_attention", "reference", reference.paged_attention)
 register("paged_attention", "cpp", paged_attention)
 for _name in TREE_KERNELS:
-    register(_name, "cpp", _tree_kernel(_name))
+    register(_name, "cpp", _kernel(getattr(tree, _name), tree_ops))
+for _name in LAYER_KERNELS:
+    register(_name, "cpp", _kernel(getattr(layers, _name), layer_ops))
+for _name in KV_KERNELS:
+    register(_name, "cpp", _kernel(getattr(kv, _name), layer_ops))
