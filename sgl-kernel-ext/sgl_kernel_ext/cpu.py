@@ -22,7 +22,7 @@ import torch
 
 from sgl_kernel_ext.dispatch import register
 from sgl_kernel_ext.reference import attention as reference
-from sgl_kernel_ext.reference import kv, layers, tree
+from sgl_kernel_ext.reference import kv, layers, linear, tree
 from sgl_kernel_ext.reference.attention import ATTENTION_MODES, AttentionMode, check_attention_inputs
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -121,7 +121,7 @@ def build_all() -> bool:
     Returns:
         Whether all of them run in C++; otherwise the warning has been given and the reference answers.
     """
-    return all([ops() is not None for ops in (attention_ops, tree_ops, layer_ops)])
+    return all([ops() is not None for ops in (attention_ops, tree_ops, layer_ops, linear_ops)])
 
 
 @functools.cache
@@ -140,6 +140,12 @@ def tree_ops() -> object | None:
 def layer_ops() -> object | None:
     """The operators of layers.cpp, or None (after the warning) when they cannot be built."""
     return _ops_or_warning("layers")
+
+
+@functools.cache
+def linear_ops() -> object | None:
+    """The operators of linear.cpp, or None (after the warning) when they cannot be built."""
+    return _ops_or_warning("linear")
 
 
 def _ops_or_warning(name: str) -> object | None:
@@ -233,6 +239,7 @@ def _kernel(specification: Callable[..., Any], operators: Callable[[], object | 
 TREE_KERNELS = ("draft_candidates", "build_tree", "path_product", "fill_rows", "layout_rows", "matching_child")
 LAYER_KERNELS = ("rms_norm", "add_rms_norm", "silu_and_mul", "rotate", "rotate_and_store")
 KV_KERNELS = ("compact_kv", "store_kv")
+LINEAR_KERNELS = ("pack_weight", "packed_linear")
 
 register("paged_attention", "reference", reference.paged_attention)
 register("paged_attention", "cpp", paged_attention)
@@ -242,3 +249,5 @@ for _name in LAYER_KERNELS:
     register(_name, "cpp", _kernel(getattr(layers, _name), layer_ops))
 for _name in KV_KERNELS:
     register(_name, "cpp", _kernel(getattr(kv, _name), layer_ops))
+for _name in LINEAR_KERNELS:
+    register(_name, "cpp", _kernel(getattr(linear, _name), linear_ops))

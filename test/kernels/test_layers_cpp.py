@@ -1,4 +1,4 @@
-"""The C++ layer kernels: as exact as float32 allows, rows independent of each other, nothing written where not asked."""
+"""The C++ layer kernels: as exact as float32 allows, rows independent, nothing written where not asked."""
 
 from __future__ import annotations
 
