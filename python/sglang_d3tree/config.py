@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 POLICIES = ("d3tree", "ddtree", "caddtree", "chain")
+HEADS = ("auto", "none", "linear", "path")
+
+_WORDS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
 
 # Set on the ServerArgs record next to SGLang's own bookkeeping attributes, which survive pickling.
 _GIVEN_ATTRIBUTE = "_d3tree_given"
@@ -27,8 +30,18 @@ class D3TreeOptions:
 
     policy: str = "d3tree"
     max_rows: int = 32
-    topk: int = 8
+    topk: int = 0
     threshold: float = 0.0
+    tree_rows: int = 0
+    min_rows: int = 1
+    adaptive_horizon: bool = True
+    cost_profile: str = "auto"
+    head: str = "auto"
+
+    @property
+    def rows(self) -> int:
+        """Rows of a request's candidate tree at most."""
+        return min(self.tree_rows, self.max_rows) if self.tree_rows else self.max_rows
 
     def replace(self, **changes: Any) -> D3TreeOptions:
         """A validated copy with ``changes`` applied.
@@ -36,9 +49,13 @@ class D3TreeOptions:
         Raises:
             ValueError: for an unknown option or a value outside its limits, naming the flag.
         """
-        for name, value in changes.items():
-            option_named(name).parse(value)
-        return dataclasses.replace(self, **{n: option_named(n).parse(v) for n, v in changes.items()})
+        changed = dataclasses.replace(self, **{n: option_named(n).parse(v) for n, v in changes.items()})
+        if changed.min_rows > changed.max_rows:
+            raise ValueError(
+                f"{option_named('min_rows').flag} {changed.min_rows} is more than {option_named('max_rows').flag} "
+                f"{changed.max_rows}."
+            )
+        return changed
 
 
 @dataclass(frozen=True)
@@ -96,10 +113,10 @@ class Option:
             # bool is an int to Python, but `max_rows=True` is a mistake.
             if isinstance(value, bool) and self.kind is not bool:
                 raise TypeError
-            parsed = self.kind(value)
+            parsed = _WORDS[value.lower()] if self.kind is bool and isinstance(value, str) else self.kind(value)
             if self.kind is int and not isinstance(value, str) and parsed != value:
                 raise ValueError
-        except (TypeError, ValueError):
+        except (KeyError, TypeError, ValueError):
             raise ValueError(f"{self.flag} expects {self.kind.__name__}, got {value!r}.") from None
         complaint = self.limits(parsed)
         if complaint:
@@ -113,6 +130,10 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[Any], str | None]:
 
 def _between(low: float, high: float) -> Callable[[Any], str | None]:
     return lambda value: None if low <= value <= high else f"must be between {low} and {high}"
+
+
+def _anything(value: Any) -> str | None:
+    return None
 
 
 OPTIONS: tuple[Option, ...] = (
@@ -134,8 +155,9 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "topk",
         int,
-        "Candidate tokens taken from the draft distribution at every depth.",
-        _between(1, 256),
+        "Candidate tokens taken from the draft distribution at every depth; 0 takes as many as the tree-size head was "
+        "trained with, 8 without a head.",
+        _between(0, 256),
     ),
     Option(
         "threshold",
@@ -144,6 +166,44 @@ OPTIONS: tuple[Option, ...] = (
         "Used by the d3tree policy.",
         _between(0.0, 1.0),
         runtime=True,
+    ),
+    Option(
+        "tree_rows",
+        int,
+        "Rows of a request's candidate tree, its anchor included, as far as max-rows allows; 0 means max-rows. Unlike "
+        "max-rows it can be changed on a running server.",
+        _between(0, 1024),
+        runtime=True,
+    ),
+    Option(
+        "min_rows",
+        int,
+        "Rows every request gets in a drafted round before the batch competes for the rest, its anchor included. "
+        "Used by the d3tree policy.",
+        _between(1, 1024),
+    ),
+    Option(
+        "adaptive_horizon",
+        bool,
+        "Draft fewer positions than the block allows where costs and survival say that this is faster. Used by the "
+        "d3tree policy, which may decode plainly either way.",
+        _anything,
+        runtime=True,
+    ),
+    Option(
+        "cost_profile",
+        str,
+        "Measured costs to decide by: auto (measured at the first start and cached), none (verify all that the policy "
+        "wants) or the path of a file made by d3tree calibrate.",
+        lambda value: None if value else "must be auto, none or a path",
+    ),
+    Option(
+        "head",
+        str,
+        "Tree-size head beside the drafter that predicts survival for the d3tree policy: linear, path, auto (the best "
+        "there is, path first) or none (the draft's own probabilities).",
+        _one_of(HEADS),
+        choices=HEADS,
     ),
 )
 

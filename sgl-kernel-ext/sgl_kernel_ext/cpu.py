@@ -22,7 +22,7 @@ import torch
 
 from sgl_kernel_ext.dispatch import register
 from sgl_kernel_ext.reference import attention as reference
-from sgl_kernel_ext.reference import kv, layers, linear, tree
+from sgl_kernel_ext.reference import head, kv, layers, linear, tree
 from sgl_kernel_ext.reference.attention import ATTENTION_MODES, AttentionMode, check_attention_inputs
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -121,7 +121,7 @@ def build_all() -> bool:
     Returns:
         Whether all of them run in C++; otherwise the warning has been given and the reference answers.
     """
-    return all([ops() is not None for ops in (attention_ops, tree_ops, layer_ops, linear_ops)])
+    return all([ops() is not None for ops in (attention_ops, tree_ops, head_ops, layer_ops, linear_ops)])
 
 
 @functools.cache
@@ -134,6 +134,12 @@ def attention_ops() -> object | None:
 def tree_ops() -> object | None:
     """The operators of tree.cpp, or None (after the warning) when they cannot be built."""
     return _ops_or_warning("tree")
+
+
+@functools.cache
+def head_ops() -> object | None:
+    """The operators of head.cpp, or None (after the warning) when they cannot be built."""
+    return _ops_or_warning("head")
 
 
 @functools.cache
@@ -251,3 +257,4 @@ for _name in KV_KERNELS:
     register(_name, "cpp", _kernel(getattr(kv, _name), layer_ops))
 for _name in LINEAR_KERNELS:
     register(_name, "cpp", _kernel(getattr(linear, _name), linear_ops))
+register("path_edges", "cpp", _kernel(head.path_edges, head_ops))

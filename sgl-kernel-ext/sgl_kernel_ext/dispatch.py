@@ -12,13 +12,14 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from sgl_kernel_ext.reference import kv, layers, linear, tree
+from sgl_kernel_ext.reference import head, kv, layers, linear, tree
 
 Kernel = Callable[..., Any]
 
 KERNELS: dict[str, dict[str, Kernel]] = {
     "draft_candidates": {"reference": tree.draft_candidates},
     "build_tree": {"reference": tree.build_tree},
+    "path_edges": {"reference": head.path_edges},
     "path_product": {"reference": tree.path_product},
     "fill_rows": {"reference": tree.fill_rows},
     "layout_rows": {"reference": tree.layout_rows},

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tree_accept import random_rows, target_for
 from test_tree_budget import kinds, random_survival, trees
-from test_tree_build import random_candidates
+from test_tree_build import random_candidates, random_edges
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sgl_kernel_ext import cpu
@@ -120,13 +120,15 @@ def test_a_broken_draft_proposes_nothing() -> None:
     topk=st.integers(1, 9),
     max_rows=st.integers(1, 50),
     levels=st.sampled_from([None, 1, 4]),
-    shuffled=st.booleans(),
+    kind=st.sampled_from(["draft", "shuffled", "per parent"]),
 )
-def test_trees(seed, requests, horizon, topk, max_rows, levels, shuffled) -> None:
+def test_trees(seed, requests, horizon, topk, max_rows, levels, kind) -> None:
     candidates = random_candidates(seed, requests, horizon, topk, levels)
-    log_probs = candidates.log_probs
-    if shuffled:  # the reference does not ask for sorted candidates
+    log_probs = candidates.log_probs.unsqueeze(2)
+    if kind == "shuffled":  # the reference does not ask for sorted candidates
         log_probs = log_probs[..., torch.randperm(topk)]
+    elif kind == "per parent":
+        log_probs = random_edges(seed, candidates, levels).log_survival
     assert_same("build_tree", candidates.token_ids, log_probs, torch.arange(requests) + 1000, max_rows)
 
 
@@ -176,10 +178,10 @@ def test_what_the_reference_cannot_check_raises() -> None:
 
 
 def test_sizes_that_cannot_be_ordered_raise_as_in_the_reference() -> None:
-    nothing, many = torch.zeros(0, 9, 1 << 15), torch.zeros(1).expand(1 << 12, 1 << 11)
+    nothing, many = torch.zeros(0, 9, 1, 1 << 15), torch.zeros(1).expand(1 << 12, 1 << 11)
     for kernel in (reference.build_tree, CPP["build_tree"]):
         with pytest.raises(ValueError, match="32 bits"):
-            kernel(nothing.long(), nothing, torch.zeros(0).long(), 1 << 14)
+            kernel(nothing[:, :, 0].long(), nothing, torch.zeros(0).long(), 1 << 14)
     for kernel in (reference.fill_rows, CPP["fill_rows"]):
         with pytest.raises(ValueError, match="can order"):
             kernel(many, many.long(), many.bool(), many.bool(), 1 << 12)
@@ -194,11 +196,11 @@ def test_a_trainer_gets_gradients() -> None:
 
 def test_fake_tensors_get_the_shapes() -> None:
     candidates = random_candidates(1, 3, 4, 5)
-    tree = CPP["build_tree"](candidates.token_ids, candidates.log_probs, torch.arange(3), 8)
+    tree = CPP["build_tree"](candidates.token_ids, candidates.log_probs[:, :, None], torch.arange(3), 8)
     survival, (tokens, parents, depths, *_, valid) = torch.rand(3, 8), tree
     calls = {
         "draft_candidates": (torch.randn(3, 4, 100), 7, candidates.horizons),
-        "build_tree": (candidates.token_ids, candidates.log_probs, torch.arange(3), 8),
+        "build_tree": (candidates.token_ids, candidates.log_probs[:, :, None], torch.arange(3), 8),
         "path_product": (survival, parents, 4),
         "fill_rows": (survival, depths, valid, valid, 10),
         "layout_rows": (tokens, parents, depths, valid, 24, 4),
@@ -228,7 +230,7 @@ def test_without_a_compiler_the_reference_answers_after_one_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def forget() -> None:
-        for cached in (cpu.load_ops, cpu.attention_ops, cpu.tree_ops):
+        for cached in (cpu.load_ops, cpu.attention_ops, cpu.tree_ops, cpu.head_ops):
             cached.cache_clear()
 
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tree_accept import random_rows, target_for
 from test_tree_budget import kinds, random_survival, trees
-from test_tree_build import random_candidates
+from test_tree_build import random_candidates, random_edges
 
 from sgl_kernel_ext import dispatch
 from sgl_kernel_ext.reference import kv, tree
@@ -117,13 +117,17 @@ def test_a_broken_draft_proposes_nothing() -> None:
     topk=st.integers(1, 6),
     max_rows=st.integers(1, 17),
     levels=st.sampled_from([None, 1, 4]),
-    shuffled=st.booleans(),
+    kind=st.sampled_from(["draft", "shuffled", "per parent"]),
 )
 def test_trees(
-    seed: int, requests: int, horizon: int, topk: int, max_rows: int, levels: int | None, shuffled: bool
+    seed: int, requests: int, horizon: int, topk: int, max_rows: int, levels: int | None, kind: str
 ) -> None:
     made = random_candidates(seed, requests, horizon, topk, levels)
-    log_probs = made.log_probs.flip(-1) if shuffled else made.log_probs
+    log_probs = made.log_probs.unsqueeze(2)
+    if kind == "shuffled":
+        log_probs = log_probs.flip(-1)
+    elif kind == "per parent":
+        log_probs = random_edges(seed, made, levels).log_survival
     assert_same("build_tree", made.token_ids, log_probs, torch.arange(requests) + 1000, max_rows)
 
 
@@ -168,7 +172,7 @@ def test_layout_and_matching_children(tree: CandidateTree, seed: int, threshold:
 @interpreter
 def test_a_tree_wider_than_one_word_of_its_mask() -> None:
     made = random_candidates(3, 2, 6, 8)
-    wide = CandidateTree(*tree.build_tree(made.token_ids, made.log_probs, torch.arange(2), 100), 6)
+    wide = CandidateTree(*tree.build_tree(made.token_ids, made.log_probs[:, :, None], torch.arange(2), 100), 6)
     assert wide.valid[:, 70].any()
     assert_same_layout(wide, wide.valid, 230)
 
@@ -210,7 +214,7 @@ KERNELS: dict[str, tuple[Callable[..., Any], list[str], dict[str, int]]] = {
     "build_tree": (
         tree_kernels.build_tree_kernel,
         [LONG, FLOAT, LONG, LONG, LONG, LONG, LONG, FLOAT, BOOL, INT, INT, INT],
-        {"W": 32, "K": 16},
+        {"W": 32, "K": 16, "PER_PARENT": 1},
     ),
     "path_product": (tree_kernels.path_product_kernel, [FLOAT, LONG, FLOAT, INT, INT], {"N": 64}),
     "fill_keys": (rows.fill_keys_kernel, [FLOAT, LONG, BOOL, BOOL, LONG, INT, INT], {"BLOCK": 256}),

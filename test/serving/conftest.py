@@ -3,8 +3,10 @@
 stock           the real target by SGLang alone: torch_native attention, no speculation, float32
 d3tree          the same target with D3TREE, float32, prompts prefilled in chunks of 64 tokens
 letters         the letters target (``support.models``) with D3TREE, 45 rows: fast, long accepted paths, sampling
+letters_loaded  the same with made-up costs that bring every mode of the budget within a few requests
 letters_plain   the letters target without speculation on our platform, seeds count
 letters_seeded  the letters target with D3TREE, seeds count
+headed          the letters target with D3TREE and a head beside its drafter, one kind after the other
 """
 
 from __future__ import annotations
@@ -21,6 +23,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from support import models
 from support.servers import SERVE, Server
 
+from sglang_d3tree.policy.cost import CostProfile, Curve, ProfileKey
+
+# Trees as large as they may be, whatever this machine's costs say about models of a few thousand weights.
+WHOLE_TREES = ("--speculative-d3tree-cost-profile", "none")
 DETERMINISTIC = "--enable-deterministic-inference"
 # Enough for the tests; the default would reserve gigabytes per server. Small enough to run out of in one test.
 POOL = ("--max-total-tokens", 9216)
@@ -61,7 +67,32 @@ def d3tree() -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def letters() -> Iterator[Server]:
     target, drafter = models.letters_target(), models.letters_drafter()
-    yield from running(Server(*speculative(target, drafter, "--speculative-d3tree-max-rows", 45)))
+    yield from running(Server(*speculative(target, drafter, "--speculative-d3tree-max-rows", 45, *WHOLE_TREES)))
+
+
+@pytest.fixture(scope="session")
+def letters_loaded(letters: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    key = ProfileKey(**letters.internal_state()["d3tree"]["cost_key"])
+    path = tmp_path_factory.mktemp("costs") / "made-up.json"
+    made_up_costs(key).save(path)
+    target, drafter = models.letters_target(), models.letters_drafter()
+    flags = ("--speculative-d3tree-max-rows", 45, "--speculative-d3tree-cost-profile", path)
+    yield from running(Server(*speculative(target, drafter, *flags)))
+
+
+def made_up_costs(key: ProfileKey) -> CostProfile:
+    """One request has its rows for nothing, three share what costs more and more, eight cannot afford a draft."""
+    return CostProfile(
+        key=key,
+        verify=Curve((1, 45, 46, 450), (1.0, 1.0, 1.2, 40.0)),
+        draft=Curve((1, 450), (0.01, 0.01)),
+        propose=Curve((1, 450), (0.01, 0.01)),
+        round_host=(0.0, 0.3),
+        plain_host=(0.0, 0.0),
+        per_key=0.0,
+        per_row_key=0.0,
+        tile=4,
+    )
 
 
 @pytest.fixture(scope="session")
@@ -72,7 +103,16 @@ def letters_plain() -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def letters_seeded() -> Iterator[Server]:
     target, drafter = models.letters_target(), models.letters_drafter()
-    yield from running(Server(*speculative(target, drafter, DETERMINISTIC), entry=SERVE))
+    yield from running(Server(*speculative(target, drafter, DETERMINISTIC, *WHOLE_TREES), entry=SERVE))
+
+
+@pytest.fixture(scope="module", params=["linear", "path"])
+def headed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Server]]:
+    """The kind of head, and the letters target served with one of that kind that was never trained."""
+    drafter = models.letters_drafter_with_head(tmp_path_factory.mktemp("head") / "drafter", request.param)
+    flags = speculative(models.letters_target(), drafter, "--speculative-d3tree-max-rows", 24)
+    for server in running(Server(*flags)):
+        yield request.param, server
 
 
 @pytest.hookimpl(wrapper=True)

@@ -74,7 +74,7 @@ def explain(prompt: Prompt, common: list[int], ours: int, theirs: int) -> tuple[
     best = exact.topk(10, dim=-1).indices
     shift = (exact - rounded).gather(1, best).abs().max().item()
     error = max(shift, exact[-1].max().abs().item() * 2**-7)
-    return abs((exact[-1, ours] - exact[-1, theirs]).item()), 4 * error
+    return abs((exact[-1, ours] - exact[-1, theirs]).item()), 2 * error
 
 
 def test_every_divergence_is_a_near_tie(servers: tuple[Server, Server]) -> None:

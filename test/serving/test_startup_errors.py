@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from support import models
 from support.resolve import resolve_all
 from support.servers import LAUNCH, SERVE
@@ -49,6 +50,14 @@ def unknown_target(out: Path) -> Path:
     return out
 
 
+def drafter_with_other_head(out: Path) -> Path:
+    """The letters drafter beside a head that was made for the same drafter with other weights."""
+    models.letters_drafter_with_head(out, "linear")
+    weights = {name: value * 1.5 for name, value in load_file(out / "model.safetensors").items()}
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
 def d3tree(target: Path, drafter: Path | str | None, *flags: str) -> list[str]:
     arguments = ["--model-path", str(target), "--speculative-algorithm", "d3tree"]
     if drafter is not None:
@@ -71,8 +80,15 @@ EXPECTED = {
     "unknown policy": ["--speculative-d3tree-policy", "d3tree, ddtree, caddtree, chain", "beam"],
     "no rows": ["--speculative-d3tree-max-rows", "1", "0"],
     "rows that are no number": ["--speculative-d3tree-max-rows", "int", "many"],
-    "no candidates": ["--speculative-d3tree-topk", "0"],
+    "no candidates": ["--speculative-d3tree-topk", "-1"],
+    "head that is not there": ["--speculative-d3tree-head", "path", "d3tree train head"],
+    "head of another drafter": ["--speculative-d3tree-head", "another drafter", "none"],
     "threshold above 1": ["--speculative-d3tree-threshold", "1.0", "2"],
+    "more least rows than rows": ["--speculative-d3tree-min-rows", "--speculative-d3tree-max-rows", "9", "8"],
+    "horizon that is no switch": ["--speculative-d3tree-adaptive-horizon", "sometimes"],
+    "cost profile that is not there": ["--speculative-d3tree-cost-profile", "nowhere.json", "d3tree calibrate"],
+    "cost profile that is none": ["--speculative-d3tree-cost-profile", "config.json", "d3tree calibrate"],
+    "token map that is none": ["--speculative-token-map", "config.json"],
     "wrong environment variable": ["--speculative-d3tree-policy", "beam"],
     "other attention backend": ["--attention-backend", "torch_native", "d3tree_cpu"],
     "unknown architecture": ["--model-path", "Qwen2ForCausalLM", "Qwen2_5_VLForConditionalGeneration"],
@@ -106,8 +122,19 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         "unknown policy": d3tree(target, drafter, "--speculative-d3tree-policy", "beam"),
         "no rows": d3tree(target, drafter, "--speculative-d3tree-max-rows", "0"),
         "rows that are no number": d3tree(target, drafter, "--speculative-d3tree-max-rows", "many"),
-        "no candidates": d3tree(target, drafter, "--speculative-d3tree-topk", "0"),
+        "no candidates": d3tree(target, drafter, "--speculative-d3tree-topk=-1"),
+        "head that is not there": d3tree(target, drafter, "--speculative-d3tree-head", "path"),
+        "head of another drafter": d3tree(target, drafter_with_other_head(place / "head")),
         "threshold above 1": d3tree(target, drafter, "--speculative-d3tree-threshold", "2"),
+        "more least rows than rows": d3tree(
+            target, drafter, "--speculative-d3tree-min-rows", "9", "--speculative-d3tree-max-rows", "8"
+        ),
+        "horizon that is no switch": d3tree(target, drafter, "--speculative-d3tree-adaptive-horizon", "sometimes"),
+        "cost profile that is not there": d3tree(target, drafter, "--speculative-d3tree-cost-profile", "nowhere.json"),
+        "cost profile that is none": d3tree(
+            target, drafter, "--speculative-d3tree-cost-profile", str(drafter / "config.json")
+        ),
+        "token map that is none": d3tree(target, drafter, "--speculative-token-map", str(drafter / "config.json")),
         "wrong environment variable": d3tree(target, drafter),
         "other attention backend": d3tree(target, drafter, "--attention-backend", "torch_native"),
         "unknown architecture": d3tree(unknown_target(place / "qwen2"), drafter),

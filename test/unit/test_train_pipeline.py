@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from sglang_d3tree.demo.target import MASK_TOKEN_ID, build_tiny_target
 from sglang_d3tree.train import data, drafter
 from sglang_d3tree.train.answers import Job, answer, prepare_image
+from sglang_d3tree.train.image_prompts import image_questions
 from sglang_d3tree.train.prompts import KINDS, Prompt, build_prompts
 from sglang_d3tree.train.shards import DataOptions, load_shard, read_options, shard_paths
 from sglang_d3tree.train.tower import LanguageTower
@@ -73,7 +74,7 @@ def test_image_prompts_match_transformers(target: Path) -> None:
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(target, dtype=torch.float32).eval()
     jobs, expected = [], []
     for color, text in (("red", "what is it"), ("blue", "what is it"), (None, "tell me more")):
-        prompt, draws = Prompt(text, "image" if color else "explain"), torch.rand(12)
+        prompt, draws = Prompt(text, "image-long" if color else "explain", False), torch.rand(12)
         content = [{"type": "text", "text": text}]
         image = Image.new("RGB", (80, 112), color) if color else None
         if image is not None:
@@ -153,3 +154,42 @@ def test_command_line_writes_a_checkpoint_sglang_can_parse(target: Path, shards:
     assert all(w.dtype == torch.bfloat16 for w in weights.values())
     report = json.loads((tmp_path / "run" / "final.json").read_text())
     assert 1.0 <= report["chain"] <= report["tree"] <= 4.0
+
+
+def test_drafter_trains_further_from_a_checkpoint_of_its_own_shape(target: Path, shards: Path, tmp_path: Path) -> None:
+    trainer = drafter.Trainer(target, [shards], TRAIN)
+    for _ in range(3):
+        trainer.train_step()
+    drafter.save_dflash_checkpoint(trainer.model, tmp_path / "first")
+    second = drafter.Trainer(target, [shards], replace(TRAIN, start_from=str(tmp_path / "first")))
+    for mine, theirs in zip(second.model.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs.bfloat16().float())
+    with pytest.raises(ValueError, match="--start-from"):
+        drafter.Trainer(target, [shards], replace(TRAIN, layers=2, start_from=str(tmp_path / "first")))
+
+
+def test_bfloat16_training_has_the_loss_of_float32(target: Path, shards: Path) -> None:
+    losses = [drafter.Trainer(target, [shards], replace(TRAIN, dtype=t)).train_step() for t in ("float32", "bfloat16")]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+    assert losses[0] != losses[1]
+
+
+def test_questions_about_images_become_shards_beside_text(target: Path, shards: Path, tmp_path: Path) -> None:
+    """Held-out pictures are in the shards, marked; text and images train one drafter."""
+    pytest.importorskip("easy_vqa")
+    options = replace(OPTIONS, per_shard=24, max_new=8, long_max_new=12)
+    data.generate(target, tmp_path, num_shards=1, options=options, images=True, slots=8, progress=False)
+    train, held_out = drafter.load_conversations([tmp_path, shards])
+    kinds = {c.kind for c in train}
+    assert {"image-long", "image-short"} <= kinds and len(kinds) > 2
+    assert any(c.kind.startswith("image") for c in held_out)
+    trainer = drafter.Trainer(target, [tmp_path, shards], TRAIN)
+    assert trainer.train_step() > 0
+
+
+def test_questions_about_images_split_by_picture() -> None:
+    pytest.importorskip("easy_vqa")
+    questions = image_questions(200, seed=3)
+    assert {q.prompt.kind for q in questions} == {"image-long", "image-short"}
+    assert 5 <= sum(q.prompt.held_out for q in questions) <= 40
+    assert [q.prompt for q in image_questions(20, seed=3)] == [q.prompt for q in questions[:20]]

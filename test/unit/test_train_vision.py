@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,15 @@ import torch
 from PIL import Image
 
 from sglang_d3tree.demo import gallery, scenes
-from sglang_d3tree.demo.target import build_tiny_target, merge_vision_weights
-from sglang_d3tree.train import vision, vision_data
+from sglang_d3tree.demo.target import build_tiny_target, merge_language_adapter, merge_vision_weights
+from sglang_d3tree.train import vision, vision_data, vision_loop
+from sglang_d3tree.train.data import generate
+from sglang_d3tree.train.shards import DataOptions
 from sglang_d3tree.train.vision_align import Images, lesson, teach
 from sglang_d3tree.train.vision_chat import ChatWriter
 from sglang_d3tree.train.vision_codes import CodeBook
+from sglang_d3tree.train.vision_language import Adapter, Language, load_language, read, to_words
+from sglang_d3tree.train.vision_rehearsal import load_texts, perplexity, rehearse
 from sglang_d3tree.train.vision_tower import build_tower, look, patchify
 
 pytest.importorskip("easy_vqa")
@@ -182,3 +187,73 @@ def test_gallery_shows_wrong_answers_beside_the_right_ones(tiny: Path, tmp_path:
     assert (right, total) == (0, 2), "a random model answers nothing right"
     assert text.count("**wrong**") == 2 and all(e.chats[0].prompt in text for e in shown)
     assert {p.name for p in (tmp_path / "demo").iterdir()} == {"scene-0.png", "easy-0.png"}
+
+
+def random_adapter(lm: Language) -> Adapter:
+    """An adapter that changes something: a fresh one adds zero."""
+    adapter = Adapter(lm, rank=3)
+    with torch.no_grad():
+        for up in adapter.up.values():
+            up.normal_(0.0, 0.05, generator=torch.Generator().manual_seed(1))
+    return adapter
+
+
+def test_merged_adapter_computes_what_the_separate_one_did(tiny: Path) -> None:
+    """What training saw is what the built verifier says; without a merge it says something else."""
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    lm, ids = load_language(tiny), torch.arange(20, 52)
+    adapter = random_adapter(lm)
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(tiny, dtype=torch.float32).eval()
+    with torch.no_grad():
+        separate = to_words(lm, read(lm, ids, adapter)[0])
+        original = model(input_ids=ids[None]).logits[0]
+        changed = merge_language_adapter(model, adapter.state_dict())
+        merged = model(input_ids=ids[None]).logits[0]
+    assert changed == 7 * len(lm.blocks)
+    assert torch.allclose(merged, separate, atol=2e-3)
+    assert not torch.allclose(merged, original, atol=2e-2)
+
+
+def test_rehearsal_measures_how_far_the_text_moved(tiny: Path, tmp_path: Path) -> None:
+    """Zero for a fresh adapter, positive and with a gradient for one that changes the text."""
+    options = DataOptions(seed=3, per_shard=12, max_new=16, long_max_new=20)
+    generate(tiny, tmp_path, num_shards=1, options=options, slots=8, progress=False)
+    teacher = vision.load_teacher(tiny)
+    texts = load_texts(tmp_path, held_out=False)
+    teacher.adapter = Adapter(teacher.lm, rank=3)
+    # The data keep the original's states in bfloat16.
+    assert rehearse(teacher, texts, 0).item() == pytest.approx(0.0, abs=2e-3)
+    teacher.adapter = random_adapter(teacher.lm)
+    drift = rehearse(teacher, texts, 0)
+    drift.backward()
+    assert drift.item() > 5e-3
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in teacher.adapter.up.values())
+    marks = perplexity((teacher.lm, None), (teacher.lm, teacher.adapter), [torch.tensor(texts[0].tokens)])
+    assert marks.original != marks.adapted
+    with pytest.raises(FileNotFoundError, match="data generate"):
+        load_texts(tmp_path / "nothing", held_out=True)
+
+
+def _one_process(rank: int, address: str, out: Path) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    module = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.ones_(module.weight)
+    seen = []
+
+    def step(number: int) -> tuple[torch.Tensor, dict[str, float]]:
+        seen.append(number)
+        return module(torch.eye(2)[number % 2]).sum(), {}
+
+    vision_loop.train(out / "two.pt", {"m": module}, {"m": 0.1}, 3, step)
+    torch.save({"weight": module.weight, "seen": seen}, out / f"{rank}.pt")
+
+
+def test_two_processes_take_turns_and_end_with_the_same_weights(tmp_path: Path) -> None:
+    address = f"file://{tmp_path / 'meeting'}"
+    torch.multiprocessing.spawn(_one_process, args=(address, tmp_path), nprocs=2)  # type: ignore[no-untyped-call]
+    one, two = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
+    assert one["seen"] == [0, 2, 4] and two["seen"] == [1, 3, 5]
+    assert torch.equal(one["weight"], two["weight"])
+    assert torch.load(tmp_path / "two.pt", weights_only=True)["step"] == 3

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from sglang_d3tree.tree.build import CandidateTree, build_tree, chain_tree
 from sglang_d3tree.tree.candidates import Candidates
+from sglang_d3tree.tree.edges import Edges
 
 
 def random_candidates(seed: int, requests: int, horizon: int, topk: int, levels: int | None = None) -> Candidates:
@@ -49,6 +50,36 @@ def heap_tree(token_ids: np.ndarray, log_probs: np.ndarray, max_rows: int) -> li
     return rows
 
 
+def random_edges(seed: int, candidates: Candidates, levels: int | None = None, grows: bool = True) -> Edges:
+    """Every parent with its own values for its children, in no order; -inf where the draft has no candidate."""
+    generator = torch.Generator().manual_seed(seed)
+    requests, horizon, topk = candidates.log_probs.shape
+    values = -torch.rand(requests, horizon, topk, topk, generator=generator).mul(4).square()
+    if levels:
+        values = (values * levels / 4).round() * 4 / levels + 0.0
+    values[:, :1, 1:] = -torch.inf
+    return Edges(values.where(candidates.log_probs.unsqueeze(2) > -torch.inf, -torch.inf), grows)
+
+
+def best_first_tree(token_ids: np.ndarray, edges: np.ndarray, max_rows: int) -> list[tuple]:
+    """Best-first by values [D, K, K] that depend on the parent: pop the best node there is, push all its children."""
+    horizon, topk = token_ids.shape
+    rows: list[tuple] = []
+    heap: list[tuple] = []
+
+    def push_children(depth: int, parent: int, parent_rank: int, score: np.float32) -> None:
+        for rank in range(topk if depth < horizon else 0):
+            if edges[depth, parent_rank, rank] > -np.inf:
+                heapq.heappush(heap, (-(score + edges[depth, parent_rank, rank]), depth, parent, rank))
+
+    push_children(0, 0, 0, np.float32(0))
+    while heap and len(rows) < max_rows - 1:
+        cost, depth, parent, rank = heapq.heappop(heap)
+        rows.append((int(token_ids[depth, rank]), parent, depth + 1, rank, -cost))
+        push_children(depth + 1, len(rows), rank, -cost)
+    return rows
+
+
 def valid_rows(tree: CandidateTree, request: int) -> list[tuple]:
     count = int(tree.valid[request].sum())
     fields = (tree.token_ids, tree.parents, tree.depths, tree.ranks, tree.log_scores)
@@ -73,6 +104,38 @@ def test_matches_the_heap(seed, requests, horizon, topk, max_rows, levels):
         assert valid_rows(tree, request) == [(*row[:4], float(row[4])) for row in expected]
     assert tree.horizon == horizon
     check_invariants(tree, anchors)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    requests=st.integers(1, 4),
+    horizon=st.integers(1, 6),
+    topk=st.integers(1, 6),
+    max_rows=st.integers(1, 40),
+    levels=st.sampled_from([None, 1, 4]),
+)
+def test_a_beam_per_depth_finds_the_best_first_tree_of_every_parent_s_own_order(
+    seed, requests, horizon, topk, max_rows, levels
+):
+    candidates = random_candidates(seed, requests, horizon, topk)
+    edges = random_edges(seed, candidates, levels)
+    anchors = torch.arange(requests) + 1000
+    tree = build_tree(candidates, anchors, max_rows, edges)
+    for request in range(requests):
+        expected = best_first_tree(
+            candidates.token_ids[request].numpy(), edges.log_survival[request].numpy(), max_rows
+        )
+        assert valid_rows(tree, request) == [(*row[:4], float(row[4])) for row in expected]
+    check_invariants(tree, anchors)
+
+
+def test_values_that_ignore_the_parent_give_the_draft_s_tree():
+    candidates = random_candidates(8, 4, 5, 6)
+    copies = Edges(candidates.log_probs.unsqueeze(2).repeat(1, 1, 6, 1), grows=True)
+    ours, drafts = (build_tree(candidates, torch.arange(4), 30, edges) for edges in (copies, None))
+    for name in ("token_ids", "parents", "depths", "ranks", "log_scores", "valid"):
+        assert torch.equal(getattr(ours, name), getattr(drafts, name)), name
 
 
 def check_invariants(tree: CandidateTree, anchors: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tree_build import random_candidates
+from test_tree_head import WIDTH, random_head
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from sgl_kernel_ext import dispatch
@@ -14,14 +15,22 @@ from sglang_d3tree.tree.accept import accept_greedy, advance, start_walk
 from sglang_d3tree.tree.budget import fill_rows
 from sglang_d3tree.tree.build import build_tree
 from sglang_d3tree.tree.candidates import Candidates, draft_candidates
+from sglang_d3tree.tree.edges import draft_edges
+from sglang_d3tree.tree.head import head_edges, prepare_head
 from sglang_d3tree.tree.layout import layout_rows
 
 MAX_ROWS, CAPACITY, HORIZON = 16, 64, 5
 
 
-def decode_round(policy: str, logits, horizons, anchors, target_tokens, threshold, cost):
+def plan(policy: str, candidates: Candidates, *arguments):
+    """A policy's plan where nothing is trained."""
+    return POLICIES[policy](candidates, draft_edges(candidates), *arguments)
+
+
+def decode_round(policy: str, logits, horizons, anchors, target_tokens, threshold, cost, hidden=None, head=None):
     candidates = draft_candidates(logits, 6, horizons)
-    tree, keep, survival = POLICIES[policy](candidates, anchors, MAX_ROWS, threshold, cost)
+    edges = draft_edges(candidates) if head is None else head_edges(head, candidates, hidden, anchors)
+    tree, keep, survival = POLICIES[policy](candidates, edges, anchors, MAX_ROWS, threshold, cost)
     keep = fill_rows(tree, survival, keep, CAPACITY - 8)
     rows = layout_rows(tree, keep, CAPACITY)
     walk = start_walk(rows, HORIZON)
@@ -51,6 +60,15 @@ def test_a_round_never_reads_a_value_on_the_host(policy):
     assert walk.path_rows.shape == greedy.path_rows.shape == (7, HORIZON + 1)
 
 
+@pytest.mark.parametrize("kind", ["linear", "path"])
+def test_a_round_with_a_trained_head_never_reads_a_value_on_the_host(kind):
+    with FakeTensorMode():
+        weights, embedding = random_head(0, kind, exclusive=True), torch.randn(500, WIDTH)
+        head = prepare_head(weights, [embedding])
+        rows, *_ = decode_round("d3tree", **round_inputs(), hidden=torch.randn(7, HORIZON, WIDTH), head=head)
+    assert rows.ancestor_mask.shape == (CAPACITY, MAX_ROWS)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_round_is_captured_in_a_cuda_graph_and_agrees_with_the_cpu(policy):
@@ -73,7 +91,7 @@ def test_a_round_is_captured_in_a_cuda_graph_and_agrees_with_the_cpu(policy):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_hands_over_a_closed_tree(policy):
     candidates = random_candidates(4, 6, HORIZON, 5)
-    tree, keep, survival = POLICIES[policy](candidates, torch.arange(6), MAX_ROWS, 0.05, linear_cost(MAX_ROWS))
+    tree, keep, survival = plan(policy, candidates, torch.arange(6), MAX_ROWS, 0.05, linear_cost(MAX_ROWS))
     assert keep.shape == survival.shape == (6, MAX_ROWS) and keep[:, 0].all()
     assert (keep <= (keep.gather(1, tree.parents) & tree.valid)).all()
     assert (survival <= survival.gather(1, tree.parents)).all()
@@ -89,7 +107,7 @@ def test_every_policy_hands_over_a_closed_tree(policy):
 def test_caddtree_stops_at_the_best_speed(seed, per_row, max_rows, draft):
     candidates = random_candidates(seed, 3, 4, 4)
     cost = linear_cost(max_rows + 2, draft=draft, per_row=per_row)
-    tree, keep, survival = POLICIES["caddtree"](candidates, torch.arange(3), max_rows, 0.0, cost)
+    tree, keep, survival = plan("caddtree", candidates, torch.arange(3), max_rows, 0.0, cost)
     for request in range(3):
         nodes = int(tree.valid[request].sum()) - 1
         speeds = [
@@ -106,14 +124,14 @@ def test_caddtree_follows_the_cost():
     full = build_tree(candidates, anchors, MAX_ROWS).valid
     free = VerifyCost(0.3, torch.ones(MAX_ROWS))
     dear = VerifyCost(0.3, 1 + 10 * torch.arange(MAX_ROWS, dtype=torch.float32))
-    assert torch.equal(POLICIES["caddtree"](candidates, anchors, MAX_ROWS, 0.0, free)[1], full)
-    assert POLICIES["caddtree"](candidates, anchors, MAX_ROWS, 0.0, dear)[1].sum() == 6
+    assert torch.equal(plan("caddtree", candidates, anchors, MAX_ROWS, 0.0, free)[1], full)
+    assert plan("caddtree", candidates, anchors, MAX_ROWS, 0.0, dear)[1].sum() == 6
     tile = VerifyCost(0.3, dear.verify.clone())
     tile.verify[-1] = 0.1  # measured costs may fall: a tree too small for the cheap row count cannot have it
     chain = Candidates(candidates.token_ids[..., :1], candidates.log_probs[..., :1], candidates.horizons)
-    assert POLICIES["caddtree"](chain, anchors, MAX_ROWS, 0.0, tile)[1].sum() == 6
+    assert plan("caddtree", chain, anchors, MAX_ROWS, 0.0, tile)[1].sum() == 6
     with pytest.raises(ValueError):
-        POLICIES["caddtree"](candidates, anchors, MAX_ROWS + 1, 0.0, free)
+        plan("caddtree", candidates, anchors, MAX_ROWS + 1, 0.0, free)
 
 
 def test_the_table_prefers_the_fastest_kernel_of_a_device(monkeypatch):

@@ -9,9 +9,11 @@ from typing import Any
 
 import requests
 
-from sglang_d3tree.demo.pair import DemoPair, cache_directory
+from sglang_d3tree.demo.pair import DemoPair
 from sglang_d3tree.demo.server import Server
-from sglang_d3tree.demo.tour import chat_message, d3tree_arguments, demo_image
+from sglang_d3tree.demo.tour import d3tree_arguments, demo_image
+from sglang_d3tree.demo.workloads import chat_message
+from sglang_d3tree.paths import cache_directory
 
 
 def serve(pair: DemoPair) -> None:

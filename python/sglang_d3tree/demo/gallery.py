@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 
 from sglang_d3tree.demo import scenes
+from sglang_d3tree.demo.target import merge_language_adapter
 
 GALLERY_SEED = 30_000
 SHOWN_SIDE = 168
@@ -27,9 +28,13 @@ class Verifier:
     """The demo verifier in transformers, with its own processor and chat template; greedy, float32."""
 
     def __init__(
-        self, checkpoint: Path, vision_state: dict[str, torch.Tensor] | None = None, max_new_tokens: int = 128
+        self,
+        checkpoint: Path,
+        vision_state: dict[str, torch.Tensor] | None = None,
+        adapter: dict[str, torch.Tensor] | None = None,
+        max_new_tokens: int = 128,
     ) -> None:
-        """vision_state: weights of another vision tower to look through."""
+        """vision_state: weights of another vision tower to look through. adapter: to add to the language tower."""
         from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
         self.max_new_tokens = max_new_tokens
@@ -38,6 +43,8 @@ class Verifier:
         self.model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
         if vision_state is not None:
             self.model.model.visual.load_state_dict(vision_state)
+        if adapter is not None:
+            merge_language_adapter(self.model, adapter)
 
     @torch.no_grad()
     def answer(self, images: list[Image.Image], prompts: list[str]) -> list[str]:

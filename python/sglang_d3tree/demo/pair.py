@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_d3tree.demo.target import ASSETS, build_target
+from sglang_d3tree.paths import cache_directory
 
 DRAFTER = ASSETS / "drafter"
 
@@ -17,14 +17,6 @@ class DemoPair:
 
     model_path: Path
     draft_model_path: Path
-
-
-def cache_directory() -> Path:
-    """Where built checkpoints are kept: ``SGLANG_D3TREE_CACHE``, or the user's cache directory."""
-    given = os.environ.get("SGLANG_D3TREE_CACHE")
-    if given:
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "sglang-d3tree"
 
 
 def prepare_pair() -> DemoPair:

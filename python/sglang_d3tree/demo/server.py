@@ -52,6 +52,13 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     @property
+    def pid(self) -> int:
+        """Process id of the running server, which leads its process group."""
+        if self._process is None:
+            raise RuntimeError(f"{self.name} is not running")
+        return self._process.pid
+
+    @property
     def log_tail(self) -> str:
         """The last lines the server wrote."""
         if self._log is None:

@@ -345,15 +345,49 @@ def _random_model(config: Any, seed: int) -> Any:
 
 
 def merge_vision_weights(model: Any, path: Path) -> int:
-    """Load a trained vision tower (keys ``visual.*`` or ``model.visual.*``); returns the tensors replaced.
+    """Load a trained vision tower (keys ``visual.*`` or ``model.visual.*``), and add the language tower's adapter
+    (keys ``adapter.*``) where there is one; returns the tower's tensors replaced.
 
     Every tensor of the tower must be there, with its shape: a half-trained tower would go unnoticed.
     """
     tower = model.model.visual
     stored = load_file(path)
-    weights = {k.removeprefix("model.").removeprefix("visual."): v.float() for k, v in stored.items()}
+    adapter = {k.removeprefix("adapter."): v for k, v in stored.items() if k.startswith("adapter.")}
+    weights = {
+        k.removeprefix("model.").removeprefix("visual."): v.float()
+        for k, v in stored.items()
+        if not k.startswith("adapter.")
+    }
     tower.load_state_dict(weights, strict=True)
+    if adapter:
+        merge_language_adapter(model, adapter)
     return len(weights)
+
+
+# What one fused matrix of a language adapter changes, in the order of its rows.
+ADAPTED = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+
+
+@torch.no_grad()
+def merge_language_adapter(model: Any, adapter: dict[str, torch.Tensor]) -> int:
+    """Add a low-rank adapter to the language tower, W + up @ down; returns the matrices changed.
+
+    adapter: ``down.NAME`` [layers, rank, in] and ``up.NAME`` [layers, out, rank] for every NAME in ``ADAPTED``.
+    """
+    changed = 0
+    for name, parts in ADAPTED.items():
+        change = adapter[f"up.{name}"].float() @ adapter[f"down.{name}"].float()
+        for layer, rows in zip(model.model.language_model.layers, change, strict=True):
+            weights = [layer.get_submodule(part).weight for part in parts]
+            for weight, more in zip(weights, rows.split([w.shape[0] for w in weights]), strict=True):
+                weight += more
+            changed += len(parts)
+    return changed
 
 
 def _load_language_tower(model: Any, weights: dict[str, torch.Tensor]) -> None:
@@ -450,16 +484,19 @@ def _image_settings(image_processor: Any) -> dict[str, Any]:
     return settings
 
 
-def build_target(out_dir: Path | str, *, seed: int = 0, vision_weights: Path | None = None) -> Path:
+def build_target(
+    out_dir: Path | str, *, seed: int = 0, vision_weights: Path | None = None, untrained: bool = False
+) -> Path:
     """Write the demo verifier to ``out_dir`` (a no-op when it is there already, built from the same inputs).
 
-    vision_weights: safetensors of the vision tower and merger; by default ``assets/vision.safetensors`` when it
-    exists, else the tower is random from ``seed``.
+    vision_weights: safetensors of the vision tower and merger (``visual.*``) and of the language tower's adapter
+    (``adapter.*``, may be absent); by default ``assets/vision.safetensors`` when it exists, else the tower is random
+    from ``seed``. untrained: ignore that file, as training from nothing needs it.
     """
     out_dir = Path(out_dir)
     gguf_path = find_source_gguf()
     bundled = ASSETS / "vision.safetensors"
-    if vision_weights is None and bundled.exists():
+    if vision_weights is None and bundled.exists() and not untrained:
         vision_weights = bundled
     inputs = {
         "recipe": RECIPE_VERSION,
@@ -514,6 +551,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path(".cache/d3tree/target"), help="checkpoint directory")
     parser.add_argument("--seed", type=int, default=0, help="seed of the untrained vision tower")
     parser.add_argument("--vision-weights", type=Path, default=None, help="safetensors of a trained tower")
+    parser.add_argument("--untrained", action="store_true", help="random vision tower, original language tower")
     parser.add_argument("--tiny", action="store_true", help="a random model of test size instead")
     parser.add_argument("--vocab-size", type=int, default=None, help="with --tiny: character vocabulary")
 
@@ -523,7 +561,9 @@ def run(args: argparse.Namespace) -> int:
     if args.tiny:
         path = build_tiny_target(args.out, vocab_size=args.vocab_size, seed=args.seed)
     else:
-        path = build_target(args.out, seed=args.seed, vision_weights=args.vision_weights)
+        path = build_target(
+            args.out, seed=args.seed, vision_weights=args.vision_weights, untrained=args.untrained
+        )
     print(path)
     return 0
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +9,11 @@ from typing import Any
 
 import requests
 
-from sglang_d3tree.demo.pair import DemoPair, cache_directory
+from sglang_d3tree.demo.pair import DemoPair
 from sglang_d3tree.demo.scenes import render, scenes
 from sglang_d3tree.demo.server import Server
+from sglang_d3tree.demo.workloads import ANSWER_TOKENS, chat_message, png
+from sglang_d3tree.paths import cache_directory
 
 TEXT_PROMPTS = (
     "Write a short story about a lighthouse keeper and a storm.",
@@ -21,7 +21,6 @@ TEXT_PROMPTS = (
     "Give me three tips for learning to cook.",
 )
 IMAGE_PROMPT = "Describe the image."
-ANSWER_TOKENS = 96
 KV_TOKENS = "16384"
 
 
@@ -36,9 +35,7 @@ class Answer:
 
 def demo_image() -> bytes:
     """A held-out rendered scene, as PNG."""
-    buffer = io.BytesIO()
-    render(next(scenes(7, held_out=True)), seed=7).image.save(buffer, format="PNG")
-    return buffer.getvalue()
+    return png(render(next(scenes(7, held_out=True)), seed=7).image)
 
 
 def plain_arguments(pair: DemoPair) -> list[str]:
@@ -55,17 +52,6 @@ def d3tree_arguments(pair: DemoPair) -> list[str]:
         "--speculative-draft-model-path",
         str(pair.draft_model_path),
     ]
-
-
-def chat_message(text: str, image: bytes | None = None) -> dict[str, Any]:
-    """An OpenAI user message, with the image as a data URI."""
-    if image is None:
-        return {"role": "user", "content": text}
-    uri = "data:image/png;base64," + base64.b64encode(image).decode()
-    return {
-        "role": "user",
-        "content": [{"type": "image_url", "image_url": {"url": uri}}, {"type": "text", "text": text}],
-    }
 
 
 def stream_answer(client: Any, messages: list[dict[str, Any]], show: bool = True) -> Answer:

@@ -1,8 +1,8 @@
 """The policies that a round can follow, by name: which candidate tree to grow and which of its rows to want.
 
-Each maps (candidates, anchors [R] int64, max_rows, threshold, cost) to the candidate tree, keep [R, N] bool
+Each maps (candidates, edges, anchors [R] int64, max_rows, threshold, cost) to the candidate tree, keep [R, N] bool
 (ancestor-closed, anchors included) and survival [R, N] float32, by which the batch's budget is filled afterwards.
-A policy that has no use for threshold or cost ignores it.
+A policy that has no use for edges, threshold or cost ignores it: the baselines know the draft's marginals only.
 """
 
 from collections.abc import Callable
@@ -14,30 +14,35 @@ from sglang_d3tree.policy.cost import VerifyCost
 from sglang_d3tree.tree.budget import whole_tree
 from sglang_d3tree.tree.build import CandidateTree, build_tree, chain_tree
 from sglang_d3tree.tree.candidates import Candidates
+from sglang_d3tree.tree.edges import Edges
 from sglang_d3tree.tree.survival import conditional_survival, path_product
 
 Plan = tuple[CandidateTree, Tensor, Tensor]
-Policy = Callable[[Candidates, Tensor, int, Tensor | float, VerifyCost], Plan]
+Policy = Callable[[Candidates, Edges, Tensor, int, Tensor | float, VerifyCost], Plan]
 
 
 def _draft_survival(tree: CandidateTree) -> Tensor:
     return path_product(conditional_survival(tree), tree)
 
 
-def chain(candidates: Candidates, anchors: Tensor, max_rows: int, threshold: Tensor | float, cost: VerifyCost) -> Plan:
+def chain(
+    candidates: Candidates, edges: Edges, anchors: Tensor, max_rows: int, threshold: Tensor | float, cost: VerifyCost
+) -> Plan:
     """DFlash: the best token of every depth, all of them verified."""
     tree = chain_tree(candidates, anchors, max_rows)
     return tree, tree.valid, _draft_survival(tree)
 
 
-def ddtree(candidates: Candidates, anchors: Tensor, max_rows: int, threshold: Tensor | float, cost: VerifyCost) -> Plan:
+def ddtree(
+    candidates: Candidates, edges: Edges, anchors: Tensor, max_rows: int, threshold: Tensor | float, cost: VerifyCost
+) -> Plan:
     """DDTree: best-first, a fixed number of rows per request."""
     tree = build_tree(candidates, anchors, max_rows)
     return tree, tree.valid, _draft_survival(tree)
 
 
 def caddtree(
-    candidates: Candidates, anchors: Tensor, max_rows: int, threshold: Tensor | float, cost: VerifyCost
+    candidates: Candidates, edges: Edges, anchors: Tensor, max_rows: int, threshold: Tensor | float, cost: VerifyCost
 ) -> Plan:
     """Cost-aware DDTree: per request the node count n with the highest expected tokens per unit of cost (METHOD 2),
 
@@ -56,11 +61,18 @@ def caddtree(
     return tree, keep, survival
 
 
-def d3tree(candidates: Candidates, anchors: Tensor, max_rows: int, threshold: Tensor | float, cost: VerifyCost) -> Plan:
+def d3tree(
+    candidates: Candidates, edges: Edges, anchors: Tensor, max_rows: int, threshold: Tensor | float, cost: VerifyCost
+) -> Plan:
     """D3Tree's whole tree: best-first, then only the nodes whose survival reaches the threshold (METHOD 3 and 8)."""
-    tree = build_tree(candidates, anchors, max_rows)
-    survival = _draft_survival(tree)
+    tree = build_tree(candidates, anchors, max_rows, edges)
+    survival = path_product(conditional_survival(tree, edges), tree)
     return tree, whole_tree(tree, survival, threshold), survival
 
 
 POLICIES: dict[str, Policy] = {"chain": chain, "ddtree": ddtree, "caddtree": caddtree, "d3tree": d3tree}
+
+# Policies whose kept nodes compete for one budget over the batch; the others verify all that they keep.
+BUDGETED = frozenset({"d3tree"})
+# Policies that read a trained head's survival; to the others the draft's own probabilities are all there is.
+LEARNED = frozenset({"d3tree"})

@@ -60,12 +60,15 @@ class D3TreeAlgorithm(CustomSpecAlgo):
             ValueError: one sentence that names the flag and the fix.
         """
         from sglang_d3tree.runtime.draft_checkpoint import read_draft_checkpoint
+        from sglang_d3tree.runtime.tree_head import read_head
 
         _refuse_unsupported(server_args)
         options = options_of(_record(server_args))
         if server_args.speculative_draft_model_path is None:
             raise ValueError("D3TREE needs a DFlash drafter: set --speculative-draft-model-path.")
         checkpoint = read_draft_checkpoint(server_args, _record(server_args))
+        _check_files(server_args, options, _record(server_args))
+        read_head(options.head, server_args.speculative_draft_model_path, server_args.model_path)
         server_args.speculative_num_steps = 1
         server_args.speculative_eagle_topk = 1
         server_args.speculative_dflash_block_size = checkpoint.block_size
@@ -81,6 +84,21 @@ def window_width(options: D3TreeOptions, block_size: int) -> int:
     SGLang calls this number ``speculative_num_draft_tokens`` and reserves twice as many slots.
     """
     return max(options.max_rows, block_size)
+
+
+def _check_files(server_args: Any, options: D3TreeOptions, record: Any) -> None:
+    """Read once, before any weight is loaded, what the worker will read."""
+    from pathlib import Path
+
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+
+    from sglang_d3tree.policy.cost import CostProfile
+    from sglang_d3tree.runtime.token_map import read_token_map
+
+    if options.cost_profile not in ("auto", "none"):
+        CostProfile.load(Path(options.cost_profile))
+    vocabulary = model_config_of(record).hf_text_config.vocab_size
+    read_token_map(server_args.speculative_token_map, server_args.speculative_draft_model_path, vocabulary)
 
 
 def _record(server_args: Any) -> Any:

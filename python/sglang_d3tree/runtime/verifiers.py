@@ -51,15 +51,18 @@ def check_family(architectures: list[str]) -> None:
 class TargetParts:
     """The target's own embedding and LM head, which the drafter borrows.
 
-    embed: token ids [T] int64 -> [T, H]; logits: hidden states [..., H] -> [..., V].
+    embed: token ids [T] int64 -> [T, H]; logits: hidden states [..., H] -> [..., V], V being vocabulary. token_map
+    [V] int64 says which token a logit belongs to where the drafter knows a part of the vocabulary; None: all of it.
     """
 
     embed: Callable[[torch.Tensor], torch.Tensor]
     logits: Callable[[torch.Tensor], torch.Tensor]
+    vocabulary: int
+    token_map: torch.Tensor | None = None
 
 
-def target_parts(target_model: Any, draft_model: Any) -> TargetParts:
-    """Look up embedding and head of a loaded target.
+def target_parts(target_model: Any, draft_model: Any, token_map: torch.Tensor | None = None) -> TargetParts:
+    """Look up embedding and head of a loaded target; token_map [n] int64 reduces the head to those rows, copied.
 
     Raises:
         RuntimeError: when the head is not a dense matrix, which the candidate extraction needs.
@@ -73,11 +76,16 @@ def target_parts(target_model: Any, draft_model: Any) -> TargetParts:
         raise RuntimeError("D3TREE needs a dense LM head in the target; quantised heads are not supported yet.")
     # Rows past the original vocabulary are padding.
     weight = head.weight[: head.org_vocab_size]
+    if token_map is not None:
+        token_map = token_map.to(weight.device)
+        weight = weight[token_map].contiguous()
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(hidden.to(weight.dtype), weight)
+        # The drafted positions are a slice of their blocks; torch multiplies such a tensor batch by batch, on a CPU
+        # twenty times slower than the same rows lying together.
+        return torch.nn.functional.linear(hidden.to(weight.dtype).contiguous(), weight)
 
-    return TargetParts(embedding, logits)
+    return TargetParts(embedding, logits, weight.shape[0], token_map)
 
 
 def verify_positions(

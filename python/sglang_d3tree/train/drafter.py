@@ -50,7 +50,8 @@ class TrainOptions:
 
     steps: 0 trains for ``minutes`` of wall time instead (the schedule follows whichever is given).
     rows: block positions per step. short_share: share of the run that trains half-length blocks, which are
-    cheaper and carry the early depths that matter most.
+    cheaper and carry the early depths that matter most. dtype: of the matrix products; weights and optimiser stay in
+    float32. start_from: directory of a drafter to train further, instead of ``warm`` or random weights.
     """
 
     seed: int = 0
@@ -73,6 +74,8 @@ class TrainOptions:
     ema: float = 0.99
     head_frequent: int = 4096
     head_sample: int = 512
+    dtype: str = "float32"
+    start_from: str = ""
 
 
 def draw_block_size(options: TrainOptions, progress: float, generator: torch.Generator) -> int:
@@ -142,7 +145,9 @@ class Trainer:
             target_dir, layers=options.layers, block_size=options.block_size, target_layer_ids=capture
         )
         self.model = new_drafter(config, options.seed)
-        if options.warm:
+        if options.start_from:
+            self._start_from(Path(options.start_from))
+        elif options.warm:
             warm_start(self.model, self.ends)
         self.average = copy.deepcopy(self.model).requires_grad_(False)
         matrices = [p for p in self.model.parameters() if p.ndim == 2]
@@ -151,6 +156,13 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.98))
         self.step, self.seconds = 0, 0.0
         self.refresh_data()
+
+    def _start_from(self, checkpoint: Path) -> None:
+        """Take another drafter's weights; its sizes and captured layers must be this run's."""
+        other = load_dflash_checkpoint(checkpoint)
+        if other.config != self.model.config:
+            raise ValueError(f"--start-from {checkpoint}: its configuration is {other.config}, not {self.model.config}")
+        self.model.load_state_dict(other.state_dict())
 
     def refresh_data(self) -> None:
         """Read the shards that exist now (generation may still be running beside the training)."""
@@ -181,7 +193,7 @@ class Trainer:
         batch = draw_batch(self.train_set, self.model.config, o, block_size, rng)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
-        loss = block_loss(self.model, self.ends, self.head, batch, o.gamma, rng, o.soft)
+        loss = block_loss(self.model, self.ends, self.head, batch, o.gamma, rng, o.soft, getattr(torch, o.dtype))
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         seconds = self._share_gradients(min(time.monotonic() - began, LONGEST_STEP))
@@ -323,10 +335,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=o.rows, help="block positions per step")
     parser.add_argument("--short-share", type=float, default=o.short_share, help="share of half-length blocks")
     parser.add_argument("--soft", type=float, default=o.soft, help="share of the loss on the target's distribution")
+    parser.add_argument("--start-from", type=Path, default=None, help="drafter checkpoint to train further")
     parser.add_argument("--random-init", action="store_true", help="do not start from the target's last layers")
     parser.add_argument("--no-resume", action="store_true", help="ignore an earlier state in the run directory")
     parser.add_argument("--validate-every", type=float, default=300.0, help="seconds between validations")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (0: torch's own choice)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default=o.dtype, help="of the matrix products while training"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -345,6 +361,8 @@ def run(args: argparse.Namespace) -> int:
         rows=args.rows,
         short_share=args.short_share,
         soft=args.soft,
+        dtype=args.dtype,
+        start_from=str(args.start_from or ""),
     )
     records = train(
         args.target,

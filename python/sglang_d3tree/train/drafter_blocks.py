@@ -84,7 +84,7 @@ class ReducedHead:
         teacher: torch.Tensor | None = None,
         soft: float = 0.0,
     ) -> torch.Tensor:
-        """hidden: [N, H], labels: [N] -> losses [N].
+        """hidden: [N, H], labels: [N] -> losses [N] float32; hidden's dtype is that of the matrix products.
 
         teacher: [N, H], the target's own normalised states: the share ``soft`` of the loss is the cross-entropy with
         the target's distribution over the same tokens instead of the label alone.
@@ -98,13 +98,13 @@ class ReducedHead:
             pick = self.others[torch.randint(len(self.others), (self.sample,), generator=generator)]
             rows.append(self.head[pick])
             shift = torch.cat([shift, torch.full((self.sample,), math.log(len(self.others) / self.sample))])
-        weight = torch.cat(rows)
-        logits = F.linear(hidden, weight) + shift
+        weight = torch.cat(rows).to(hidden.dtype)
+        logits = F.linear(hidden, weight).float() + shift
         loss = F.cross_entropy(logits, slot, reduction="none")
         if teacher is None or not soft:
             return loss
         with torch.no_grad():
-            target = torch.softmax(F.linear(teacher, weight) + shift, dim=-1)
+            target = torch.softmax(F.linear(teacher.to(weight.dtype), weight).float() + shift, dim=-1)
         return (1 - soft) * loss + soft * (logits.logsumexp(dim=-1) - (target * logits).sum(dim=-1))
 
 
@@ -116,16 +116,19 @@ def block_loss(
     gamma: float,
     generator: torch.Generator,
     soft: float = 0.0,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Cross-entropy on the target's own continuation, weight exp(-(d - 1) / gamma) at depth d.
 
     Early positions count more: a wrong token ends the accepted path, whatever follows it. soft: share of the loss
     that asks for the target's whole distribution along its path; it says which other tokens were nearly chosen, which
-    orders a tree's candidates and keeps a small data set from being learnt by heart.
+    orders a tree's candidates and keeps a small data set from being learnt by heart. dtype: of the matrix products;
+    bfloat16 is twice as fast where the CPU has bfloat16 dot products.
     """
-    hidden = model(ends.embedding[batch.block_ids], batch.anchors, batch.target_hidden)[..., 1:, :]
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        hidden = model(ends.embedding[batch.block_ids], batch.anchors, batch.target_hidden)[..., 1:, :]
     valid = batch.labels >= 0
     weight = torch.exp(-torch.arange(batch.labels.shape[-1]) / gamma).expand(valid.shape)[valid]
     teacher = rms_norm(batch.teacher[valid], ends.norm, model.config.rms_norm_eps) if soft else None
-    losses = head.cross_entropy(hidden[valid], batch.labels[valid], generator, teacher, soft)
+    losses = head.cross_entropy(hidden[valid].to(dtype), batch.labels[valid], generator, teacher, soft)
     return (losses * weight).sum() / weight.sum()

@@ -47,7 +47,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        # Under autocast x may be bfloat16, the gain is not; only equal types have a fused kernel.
+        return rms_norm(x.float(), self.weight, self.eps)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ PROMPTS_FILE = Path(__file__).parent.parent / "demo" / "assets" / "prompts.json"
 # One prompt text in this many is held out of training, chosen by its hash.
 HELD_OUT_EVERY = 20
 KINDS = (
-    "explain", "list", "story", "email", "translate", "summarise", "math", "code", "answer", "scene", "image",
+    "explain", "list", "story", "email", "translate", "summarise", "math", "code", "answer", "scene",
+    "image-long", "image-short",
 )  # fmt: skip
 
 
@@ -23,10 +24,12 @@ class Prompt:
 
     text: str
     kind: str
+    held_out: bool
 
-    @property
-    def held_out(self) -> bool:
-        return int(hashlib.sha256(self.text.encode()).hexdigest()[:8], 16) % HELD_OUT_EVERY == 0
+
+def is_held_out(text: str) -> bool:
+    """Whether a text prompt is kept from training."""
+    return int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) % HELD_OUT_EVERY == 0
 
 
 _SLOT = re.compile(r"\{(\w+)\}")
@@ -63,5 +66,5 @@ def build_prompts(count: int, seed: int) -> list[Prompt]:
                 raise ValueError(f"the templates do not yield {count} different prompts")
             continue
         seen.add(text)
-        prompts.append(Prompt(text, kind))
+        prompts.append(Prompt(text, kind, is_held_out(text)))
     return prompts

@@ -1,13 +1,15 @@
 """`d3tree train vision`: the demo verifier's vision tower, from nothing, on a CPU.
 
-Four stages, each resumable by the same command; a finished stage is skipped:
+Five stages, each resumable by the same command; a finished stage is skipped:
 
 1. `pretrain`: see, without the language model (heads name shapes, colours, letters);
-2. `codes`: find out what to tell the frozen language model, without pixels;
+2. `codes`: find out what to tell the language model, without pixels, while a small adapter of it learns to listen;
 3. `transfer`: regress the tower onto the codes, still without the language model;
-4. `align`: train the tower through the language model.
+4. `align`: train tower and adapter through the language model;
+5. `polish`: the tower alone, likewise: what the language model says, and any drafter of it, stays as it is.
 
 `--evaluate` marks the latest state on easy-VQA's test split and held-out scenes, `--export` writes it in bfloat16.
+Text ability stays by rehearsal (`vision_rehearsal`) on the target's own text.
 """
 
 from __future__ import annotations
@@ -29,27 +31,45 @@ from sglang_d3tree.train.vision_align import Teacher, lesson, teach
 from sglang_d3tree.train.vision_chat import ChatWriter
 from sglang_d3tree.train.vision_codes import CodeBook
 from sglang_d3tree.train.vision_data import Labels
-from sglang_d3tree.train.vision_language import load_language, read_prefix
-from sglang_d3tree.train.vision_loop import OutOfTimeError, train
+from sglang_d3tree.train.vision_language import Adapter, load_language
+from sglang_d3tree.train.vision_loop import OutOfTimeError, StepFunction, train
 from sglang_d3tree.train.vision_pretrain import Heads, Images, head_accuracies, head_losses, pretrain_step
+from sglang_d3tree.train.vision_rehearsal import load_texts, perplexity, rehearse
 from sglang_d3tree.train.vision_tower import build_tower, export, look, patchify
 
 ASSET = Path(__file__).parents[1] / "demo" / "assets" / "vision.safetensors"
 TRANSFER_HEADS = 0.1
 """Weight of the heads' losses beside the regression onto the codes, whose error is a share of their variance."""
-ALIGN_TRANSFER, ALIGN_EXTRA_IMAGES = 0.3, 24
+REHEARSAL = 1.0
+"""Weight of the text's divergence (nats per token) beside the answers' loss."""
+ALIGN_TRANSFER, ALIGN_EXTRA_IMAGES, POLISH_EXTRA_IMAGES = 0.3, 24, 64
 """Aligning goes on with the regression, on this many more images a step: cheap, and it keeps the tower's eyes open."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", type=Path, default=Path(".cache/d3tree/target"), help="verifier checkpoint")
+    parser.add_argument(
+        "--target",
+        type=Path,
+        default=Path(".cache/d3tree/untrained"),
+        help="verifier checkpoint to train from (`python -m sglang_d3tree.demo.target --untrained`)",
+    )
     parser.add_argument("--work", type=Path, default=Path(".cache/d3tree/vision"), help="checkpoints and logs")
     parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the language tower's frozen matrices; bfloat16 halves the time on CPUs with bfloat16 dot products",
+    )
+    parser.add_argument("--adapter-rank", type=int, default=8, help="rank of the language tower's adapter")
+    parser.add_argument(
+        "--text", type=Path, default=None, help="shards of the target's own text to rehearse (`d3tree data generate`)"
+    )
     parser.add_argument("--minutes", type=float, default=None, help="stop (resumably) after this long")
     parser.add_argument("--batch", type=int, default=64, help="images per step where no language model runs")
-    for name, steps in (("pretrain", 700), ("codes", 400), ("transfer", 600), ("align", 600)):
+    for name, steps in (("pretrain", 700), ("codes", 320), ("transfer", 400), ("align", 220), ("polish", 500)):
         parser.add_argument(f"--{name}-steps", type=int, default=steps)
     parser.add_argument("--scenes-per-step", type=int, default=2, help="of a step through the language model")
     parser.add_argument("--easy-per-step", type=int, default=3, help="easy-VQA images, likewise")
@@ -58,9 +78,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--export", nargs="?", type=Path, const=ASSET, default=None, help="write the tower, bfloat16")
 
 
-def load_teacher(checkpoint: Path) -> Teacher:
-    lm, writer = load_language(checkpoint), ChatWriter.load(checkpoint)
-    return Teacher(lm, writer, read_prefix(lm, writer.prefix))
+def load_teacher(checkpoint: Path, dtype: str = "float32") -> Teacher:
+    return Teacher(load_language(checkpoint, getattr(torch, dtype)), ChatWriter.load(checkpoint))
+
+
+def _rehearsal(args: argparse.Namespace, teacher: Teacher) -> Callable[[int], Tensor]:
+    """step -> the loss that keeps the text as it was; zero without data, or when the adapter does not learn."""
+    if args.text is None or teacher.adapter is None or not teacher.adapter.down["qkv"].requires_grad:
+        return lambda number: torch.zeros(())
+    texts = load_texts(args.text, held_out=False)
+    return lambda number: rehearse(teacher, texts, number)
+
+
+def _restore_adapter(args: argparse.Namespace, teacher: Teacher, stage: str) -> Adapter:
+    """The adapter as a stage left it, at work in the teacher."""
+    teacher.adapter = Adapter(teacher.lm, args.adapter_rank, args.seed)
+    _restore(args, stage, adapter=teacher.adapter)
+    return teacher.adapter
 
 
 def _restore(args: argparse.Namespace, stage: str, **modules: torch.nn.Module) -> int:
@@ -85,15 +119,19 @@ def pretrain(args: argparse.Namespace, deadline: float | None) -> None:
 
 
 def learn_codes(args: argparse.Namespace, deadline: float | None) -> None:
-    teacher = load_teacher(args.target)
+    teacher = load_teacher(args.target, args.dtype)
+    adapter = teacher.adapter = Adapter(teacher.lm, args.adapter_rank, args.seed)
     codes = CodeBook(teacher.lm.embed, teacher.writer.tokenizer)
-    source = Images.load(args.seed)
+    source, rehearsal = Images.load(args.seed), _rehearsal(args, teacher)
 
     def step(number: int) -> tuple[Tensor, dict[str, float]]:
         todo = lesson(source, teacher.writer, number, args.scenes_per_step, args.easy_per_step, noise=False)
-        return teach(teacher, codes(todo.labels), todo.chats)
+        loss, numbers = teach(teacher, codes(todo.labels), todo.chats)
+        drift = rehearsal(number)
+        return loss + REHEARSAL * drift, {"answers": loss.item(), "drift": drift.item(), **numbers}
 
-    train(args.work / "codes.pt", {"codes": codes}, {"codes": 3e-3}, args.codes_steps, step, deadline=deadline)
+    modules = {"codes": codes, "adapter": adapter}
+    train(args.work / "codes.pt", modules, {"codes": 3e-3, "adapter": 1e-3}, args.codes_steps, step, deadline=deadline)
 
 
 def _regression(tokens: Tensor, wanted: Tensor) -> Tensor:
@@ -124,23 +162,44 @@ def transfer(args: argparse.Namespace, deadline: float | None) -> None:
 
 
 def align(args: argparse.Namespace, deadline: float | None) -> None:
-    teacher = load_teacher(args.target)
-    codes = CodeBook(teacher.lm.embed, teacher.writer.tokenizer)
+    teacher = load_teacher(args.target, args.dtype)
+    adapter = _restore_adapter(args, teacher, "codes")
     tower = build_tower(args.target, args.seed)
-    _restore(args, "codes", codes=codes)
     _restore(args, "transfer", tower=tower)
     # Other images than the earlier stages drew, and other questions than the codes were learned on.
-    source = Images.load(args.seed + 1)
+    step = _through_language(args, teacher, tower, Images.load(args.seed + 1), ALIGN_EXTRA_IMAGES)
+    modules = {"tower": tower, "adapter": adapter}
+    train(args.work / "align.pt", modules, {"tower": 6e-4, "adapter": 6e-4}, args.align_steps, step, deadline=deadline)
+
+
+def polish(args: argparse.Namespace, deadline: float | None) -> None:
+    teacher = load_teacher(args.target, args.dtype)
+    _restore_adapter(args, teacher, "align").requires_grad_(False)
+    tower = build_tower(args.target, args.seed)
+    _restore(args, "align", tower=tower)
+    step = _through_language(args, teacher, tower, Images.load(args.seed + 2), POLISH_EXTRA_IMAGES)
+    train(args.work / "polish.pt", {"tower": tower}, {"tower": 6e-4}, args.polish_steps, step, deadline=deadline)
+
+
+def _through_language(
+    args: argparse.Namespace, teacher: Teacher, tower: Any, source: Images, extra_images: int
+) -> StepFunction:
+    """Answers from pixels; the regression of `transfer` goes on beside it, and the text is rehearsed."""
+    codes = CodeBook(teacher.lm.embed, teacher.writer.tokenizer)
+    _restore(args, "codes", codes=codes)
+    rehearsal = _rehearsal(args, teacher)
 
     def step(number: int) -> tuple[Tensor, dict[str, float]]:
         todo = lesson(source, teacher.writer, number, args.scenes_per_step, args.easy_per_step)
-        images, labels = source.mixed(number, ALIGN_EXTRA_IMAGES)
+        images, labels = source.mixed(number, extra_images)
         tokens = look(tower, patchify(torch.cat([todo.images, images])))
         error = _regression(tokens[len(todo.images) :], codes(labels).detach())
         loss, numbers = teach(teacher, tokens[: len(todo.images)], todo.chats)
-        return loss + ALIGN_TRANSFER * error, {"answers": loss.item(), "error": error.item(), **numbers}
+        drift = rehearsal(number)
+        logged = {"answers": loss.item(), "error": error.item(), "drift": drift.item(), **numbers}
+        return loss + ALIGN_TRANSFER * error + REHEARSAL * drift, logged
 
-    train(args.work / "align.pt", {"tower": tower}, {"tower": 3e-4}, args.align_steps, step, deadline=deadline)
+    return step
 
 
 STAGES: dict[str, Callable[[argparse.Namespace, float | None], None]] = {
@@ -148,58 +207,67 @@ STAGES: dict[str, Callable[[argparse.Namespace, float | None], None]] = {
     "codes": learn_codes,
     "transfer": transfer,
     "align": align,
+    "polish": polish,
 }
 
 
-def latest_tower(args: argparse.Namespace) -> tuple[Any, str, int]:
-    """The tower of the furthest stage, that stage's name, and its steps."""
+def latest_state(args: argparse.Namespace, teacher: Teacher) -> tuple[Any, Adapter, str]:
+    """Tower and adapter of the furthest stage, and what to call that state."""
     tower = build_tower(args.target, args.seed)
-    for stage in ("align", "transfer", "pretrain"):
+    for stage, adapted in (("polish", "align"), ("align", "align"), ("transfer", "codes")):
         if (args.work / f"{stage}.pt").exists():
-            return tower, stage, _restore(args, stage, tower=tower)
+            steps = _restore(args, stage, tower=tower)
+            return tower, _restore_adapter(args, teacher, adapted), f"{stage}, {steps} steps"
     raise FileNotFoundError(f"no trained tower in {args.work}: run `d3tree train vision` first")
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
-    """Marks "tower" (the latest checkpoint), "target" (the built verifier) or "codes" (labels instead of pixels)."""
-    teacher = load_teacher(args.target)
+    """Marks "tower" (the latest checkpoint), "target" (a built verifier) or "codes" (labels instead of pixels)."""
+    teacher = load_teacher(args.target, args.dtype)
     drawn = evaluation.held_out_scenes(args.limit or 300)
     scores: evaluation.Scores = {}
     tokens: evaluation.Tokens
     if args.evaluate == "codes":
         codes = CodeBook(teacher.lm.embed, teacher.writer.tokenizer)
-        steps = _restore(args, "codes", codes=codes)
-        what = f"codes, {steps} steps"
+        what = f"codes, {_restore(args, 'codes', codes=codes)} steps"
+        _restore_adapter(args, teacher, "codes")
 
         def from_labels(images: Tensor, labels: Labels | None) -> Tensor:
             wanted: Tensor = codes(labels)
             return wanted
 
         tokens = from_labels
-
         easy = evaluation.easy_items_with_labels(args.limit)
     else:
-        tower, stage, steps = latest_tower(args)
-        what = f"{stage}, {steps} steps"
         if args.evaluate == "target":
-            what = str(args.target)
-            tower = Verifier(args.target).model.model.visual
+            verifier, what = Verifier(args.target), str(args.target)
+            tower = verifier.model.model.visual
+        else:
+            tower, adapter, what = latest_state(args, teacher)
+            verifier = Verifier(args.target, tower.state_dict(), adapter.state_dict())
         tokens = evaluation.tower_tokens(tower)
         easy = evaluation.easy_items(args.limit)
-        scores |= evaluation.score_descriptions(Verifier(args.target, tower.state_dict()), drawn)
+        scores |= evaluation.score_descriptions(verifier, drawn)
     scores |= evaluation.score_short(teacher, tokens, iter(easy), len(easy))
     scores |= evaluation.score_short(teacher, tokens, evaluation.scene_items(drawn), len(drawn))
-    easy_all = evaluation.Tally()
-    for kind in ("easy-yesno", "easy-name"):
-        easy_all.right += scores[kind].right
-        easy_all.total += scores[kind].total
-    scores["easy-vqa test"] = easy_all
+    scores["easy-vqa test"] = evaluation.total(scores, ("easy-yesno", "easy-name"))
     print(f"{what}; {len(easy)} easy-VQA test images, {len(drawn)} held-out scenes")
     for name, tally in scores.items():
         print(f"{name:18} {tally}")
-    result = {"what": what, "scores": {name: asdict(tally) for name, tally in scores.items()}}
+    result: dict[str, Any] = {"scores": {name: asdict(tally) for name, tally in scores.items()}}
+    result |= _text_marks(args, teacher)
     (args.work / f"evaluation-{args.evaluate}.json").write_text(json.dumps(result, indent=2) + "\n")
     return result
+
+
+def _text_marks(args: argparse.Namespace, teacher: Teacher) -> dict[str, Any]:
+    """How far the adapter moved the text, on held-out answers of the original; empty without that data."""
+    if args.text is None:
+        return {}
+    texts = [torch.tensor(c.tokens) for c in load_texts(args.text, held_out=True)][: args.limit or 100]
+    marks = perplexity((teacher.lm, None), (teacher.lm, teacher.adapter), texts)
+    print(f"perplexity of held-out text: {marks.original:.3f} originally, {marks.adapted:.3f} now ({marks.rise:+.1%})")
+    return {"perplexity": {**asdict(marks), "rise": marks.rise}}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -208,11 +276,11 @@ def run(args: argparse.Namespace) -> int:
     if args.evaluate:
         evaluate(args)
     elif args.export:
-        tower, stage, steps = latest_tower(args)
-        notes = {"command": "d3tree train vision", "seed": args.seed, "stage": stage, "steps": steps}
+        tower, adapter, what = latest_state(args, load_teacher(args.target))
+        notes = {"command": "d3tree train vision", "seed": args.seed, "state": what}
         data = "easy-vqa 1.0 train split (MIT), rendered scenes (sglang_d3tree.demo.scenes)"
-        export(tower, args.export, {**notes, "data": data})
-        print(f"{args.export}: {stage}, {steps} steps, {args.export.stat().st_size / 1e6:.1f} MB")
+        export(tower, adapter, args.export, {**notes, "data": data})
+        print(f"{args.export}: {what}, {args.export.stat().st_size / 1e6:.1f} MB")
     else:
         try:
             for name in args.stages:

@@ -1,4 +1,4 @@
-"""Rows of questions, and the loss and marks that the frozen language tower gives for image tokens."""
+"""Rows of questions, and the loss and marks that the language tower gives for image tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from sglang_d3tree.demo import scenes
 from sglang_d3tree.train import vision_data as data
 from sglang_d3tree.train.vision_chat import ChatWriter, fill
-from sglang_d3tree.train.vision_language import Language, Pack, Prefix, answer_logits, pack
+from sglang_d3tree.train.vision_language import Adapter, Language, Pack, Prefix, answer_logits, pack, read
 from sglang_d3tree.train.vision_pretrain import Images
 
 ROW = 128
@@ -23,19 +23,24 @@ ROW = 128
 
 @dataclass
 class Teacher:
-    """The language tower with the chats' common prefix read in."""
+    """The language tower, perhaps with an adapter that learns along."""
 
     lm: Language
     writer: ChatWriter
-    prefix: Prefix
+    adapter: Adapter | None = None
+
+    @torch.no_grad()
+    def prefix(self) -> Prefix:
+        """The chats' common beginning, read in as the adapter stands now."""
+        return read(self.lm, self.writer.prefix, self.adapter)[1]
 
     def pack(self, rows: list[list[scenes.Chat]]) -> Pack:
         segments = [[self.writer.segment(chat) for chat in row] for row in rows]
-        return pack(segments, data.GRID, self.prefix.length, self.writer.image_id, self.writer.end_id)
+        return pack(segments, data.GRID, len(self.writer.prefix), self.writer.image_id, self.writer.end_id)
 
     def logits(self, packed: Pack, tokens: Tensor) -> Tensor:
         """[T, V]; tokens: [B, 16, H]"""
-        return answer_logits(self.lm, packed, tokens, self.writer.image_id, self.prefix)
+        return answer_logits(self.lm, packed, tokens, self.writer.image_id, self.prefix(), self.adapter)
 
 
 @dataclass(frozen=True)

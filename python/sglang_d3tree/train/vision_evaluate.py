@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from itertools import islice
 from typing import Any
@@ -37,6 +37,13 @@ class Tally:
 
 
 Scores = dict[str, Tally]
+
+
+def total(scores: Scores, kinds: Sequence[str]) -> Tally:
+    """The marks of several kinds together."""
+    return Tally(sum(scores[kind].right for kind in kinds), sum(scores[kind].total for kind in kinds))
+
+
 Tokens = Callable[[Tensor, data.Labels | None], Tensor]
 """uint8 images [B, 3, 112, 112] and their labels (when known) -> image tokens [B, 16, H]"""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,19 @@ def save_atomically(state: dict[str, Any], path: Path) -> None:
     scratch.replace(path)
 
 
+def _average(parameters: list[nn.Parameter], late: bool, world: int) -> bool:
+    """Average the gradients over the processes; returns whether any of them is late, the same answer in each."""
+    if world == 1:
+        return late
+    grads = [p.grad for p in parameters if p.grad is not None]
+    flat = torch.cat([g.flatten() for g in grads] + [torch.tensor([float(late)])])
+    torch.distributed.all_reduce(flat)
+    flat /= world
+    for grad, mean in zip(grads, flat.split([g.numel() for g in grads] + [1]), strict=False):
+        grad.copy_(mean.view_as(grad))
+    return bool(flat[-1] > 0)
+
+
 class OutOfTimeError(Exception):
     """The deadline passed; the checkpoint is written."""
 
@@ -48,8 +62,12 @@ def train(
 ) -> None:
     """Trains `modules` (those with a learning rate) to `steps` with AdamW; returns at once if they are done.
 
-    path: the checkpoint, {module name: state, "optimizer", "step"}; numbers go to the .log beside it.
+    path: the checkpoint, {module name: state, "optimizer", "step"}; numbers go to the .log beside it. Under torchrun
+    every process runs steps of its own, gradients are averaged, and the first process writes.
     """
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if world > 1 and not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
     groups = [
         {"params": list(modules[name].parameters()), "lr": rate, "peak": rate} for name, rate in learning_rates.items()
     ]
@@ -71,23 +89,26 @@ def train(
     saved = time.time()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".log").open("a") as log:
-        for step in tqdm(range(start, steps), initial=start, total=steps, mininterval=30, desc=path.stem):
+        bar = tqdm(
+            range(start, steps), initial=start, total=steps, mininterval=30, desc=path.stem, disable=rank > 0
+        )
+        for step in bar:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * schedule(step, steps, warmup=min(100, steps // 20 + 1))
-            loss, numbers = step_function(step)
+            loss, numbers = step_function(step * world + rank)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
+            late = _average(parameters, deadline is not None and time.time() > deadline, world)
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             for name, value in {"loss": loss.item(), **numbers}.items():
                 if not math.isnan(value):
                     average[name] = 0.95 * average.get(name, value) + 0.05 * value
-            if (step + 1) % log_every == 0:
+            if rank == 0 and (step + 1) % log_every == 0:
                 line = " ".join(f"{name} {value:.3f}" for name, value in average.items())
                 log.write(f"{time.strftime('%H:%M:%S')} step {step + 1} {line}\n")
                 log.flush()
-            late = deadline is not None and time.time() > deadline
-            if time.time() - saved > save_seconds or step + 1 == steps or late:
+            if rank == 0 and (time.time() - saved > save_seconds or step + 1 == steps or late):
                 save(step + 1)
                 saved = time.time()
             if late and step + 1 < steps:

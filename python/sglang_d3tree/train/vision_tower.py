@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 PATCH, TEMPORAL, MERGE = 14, 2, 2
 # Qwen's image processor normalises with CLIP's statistics.
@@ -87,8 +87,13 @@ def look(tower: Any, pixels: Tensor) -> Tensor:
     return tower.merger.mlp(normed.reshape(batch, patches // MERGE**2, -1))
 
 
-def export(tower: Any, path: Path, notes: dict[str, Any]) -> None:
-    """Writes the tower in bfloat16 under the published checkpoints' names; `notes` say how it was made."""
-    state = {f"visual.{name}": value.detach().bfloat16().contiguous() for name, value in tower.state_dict().items()}
+def export(tower: Any, adapter: nn.Module, path: Path, notes: dict[str, Any]) -> None:
+    """Writes tower (under the published checkpoints' names) and language adapter in bfloat16; `notes` say how made."""
+    parts = {"visual": tower.state_dict(), "adapter": adapter.state_dict()}
+    state = {
+        f"{part}.{name}": value.detach().bfloat16().contiguous()
+        for part, values in parts.items()
+        for name, value in values.items()
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(state, path, metadata={"format": "pt", "d3tree": json.dumps(notes, sort_keys=True)})

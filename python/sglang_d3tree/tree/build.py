@@ -6,6 +6,7 @@ from torch import Tensor
 
 from sgl_kernel_ext.dispatch import get_kernel
 from sglang_d3tree.tree.candidates import Candidates
+from sglang_d3tree.tree.edges import Edges, draft_edges
 
 
 @dataclass(frozen=True)
@@ -14,8 +15,8 @@ class CandidateTree:
 
     token_ids, parents (row of the parent), depths and ranks (position among the candidates of its depth) are
     [R, N] int64, 0 at invalid rows; parents, depths and ranks are 0 at the anchor. log_scores [R, N] float32 is the
-    sum of draft log-probabilities along the path: 0 at the anchor, -inf at invalid rows. valid [R, N] bool.
-    horizon, an int, is the greatest depth a node can have.
+    sum along the path of what the tree was grown by, draft log-probabilities or a head's log survival: 0 at the
+    anchor, -inf at invalid rows. valid [R, N] bool. horizon, an int, is the greatest depth a node can have.
     """
 
     token_ids: Tensor
@@ -27,17 +28,23 @@ class CandidateTree:
     horizon: int
 
 
-def build_tree(candidates: Candidates, anchors: Tensor, max_rows: int) -> CandidateTree:
-    """The max_rows - 1 nodes of highest draft path score below each anchor (DDTree's best-first order, METHOD 2).
+def build_tree(
+    candidates: Candidates, anchors: Tensor, max_rows: int, edges: Edges | None = None
+) -> CandidateTree:
+    """The max_rows - 1 nodes of highest path score below each anchor, exactly those that best-first expansion finds.
 
-    anchors [R] int64. Rows come in descending score, equal scores by depth, then order of the parent, then rank;
-    fewer candidates than rows leave invalid rows at the end. Raises ValueError for max_rows < 1.
+    The score is the draft's (DDTree's order, METHOD 2) or, given edges that grow, the survival they predict, every
+    parent ordering its own children (METHOD 3b). anchors [R] int64. Rows come in descending score, equal scores by
+    depth, then order of the parent, then rank; fewer candidates than rows leave invalid rows at the end.
+    Raises ValueError for max_rows < 1.
     """
     if max_rows < 1:
         raise ValueError(f"a tree has at least its anchor's row, got max_rows = {max_rows}")
+    if edges is None or not edges.grows:
+        edges = draft_edges(candidates)
     kernel = get_kernel("build_tree", anchors.device.type)
     token_ids, parents, depths, ranks, log_scores, valid = kernel(
-        candidates.token_ids, candidates.log_probs, anchors, max_rows
+        candidates.token_ids, edges.log_survival, anchors, max_rows
     )
     return CandidateTree(token_ids, parents, depths, ranks, log_scores, valid, candidates.token_ids.shape[1])
 

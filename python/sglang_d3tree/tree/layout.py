@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from sgl_kernel_ext.dispatch import get_kernel
@@ -45,3 +46,23 @@ def layout_rows(tree: CandidateTree, keep: Tensor, capacity: int) -> VerifyRows:
         raise ValueError(f"{capacity} rows cannot hold the anchors of {requests} requests")
     kernel = get_kernel("layout_rows", keep.device.type)
     return VerifyRows(*kernel(tree.token_ids, tree.parents, tree.depths, keep, capacity, tree.horizon))
+
+
+def anchor_rows(anchors: Tensor, width: int) -> VerifyRows:
+    """The rows of a round without a draft: every request's anchor [R] int64 and nothing else.
+
+    The ancestor mask has `width` columns, as many as a request may have rows in other rounds.
+    """
+    requests = anchors.shape[0]
+    rows = torch.arange(requests, device=anchors.device)
+    zeros = torch.zeros_like(rows)
+    return VerifyRows(
+        token_ids=anchors,
+        depths=zeros,
+        request=rows,
+        tree_row=zeros,
+        parent=rows,
+        row_offsets=torch.arange(requests + 1, device=anchors.device),
+        ancestor_mask=(torch.arange(width, device=anchors.device) == 0).expand(requests, width).contiguous(),
+        is_padding=torch.zeros(requests, dtype=torch.bool, device=anchors.device),
+    )

@@ -24,6 +24,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "vec.h"
+
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
@@ -31,43 +33,9 @@
 namespace {
 
 constexpr float kNever = -std::numeric_limits<float>::infinity();  // log-probability of the impossible
-constexpr int64_t kLanes = 16;
 constexpr int64_t kBlock = 4 * kLanes;   // entries that one test compares with the worst candidate so far
 constexpr int64_t kChunk = 16 * kBlock;  // entries read twice, for the order and for the sum: they stay in L1
 constexpr int64_t kDepthBits = 8, kFlatBits = 23;  // as in the reference
-
-using Vec = float __attribute__((vector_size(64)));
-using IntVec = int32_t __attribute__((vector_size(64)));
-
-inline Vec splat(float v) {
-  return Vec{v, v, v, v, v, v, v, v, v, v, v, v, v, v, v, v};
-}
-
-inline Vec load(const float* from) {
-  Vec out;
-  std::memcpy(&out, from, sizeof(out));
-  return out;
-}
-
-// e^x for x <= 0 to about two units in the last place, NaN for NaN. Below -87 it stays at e^-87: beside the largest
-// entry, which contributes e^0, that is nothing.
-inline Vec exp_of_negative(Vec x) {
-  const Vec lowest = splat(-87.0f);
-  const IntVec low = x < lowest;  // false for NaN, which therefore survives
-  x = reinterpret_cast<Vec>((low & reinterpret_cast<IntVec>(lowest)) | (~low & reinterpret_cast<IntVec>(x)));
-  const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
-  const Vec shifted = x * 1.44269504f + shift;
-  const Vec power = shifted - shift;
-  const Vec rest = x - power * 0.693145752f - power * 1.42860677e-6f;
-  Vec sum = splat(1.0f / 5040) * rest + 1.0f / 720;
-  sum = sum * rest + 1.0f / 120;
-  sum = sum * rest + 1.0f / 24;
-  sum = sum * rest + 1.0f / 6;
-  sum = sum * rest + 0.5f;
-  sum = sum * rest + 1.0f;
-  sum = sum * rest + 1.0f;
-  return sum * reinterpret_cast<Vec>((reinterpret_cast<IntVec>(shifted) + 127) << 23);
-}
 
 // Which of the kBlock entries are above the threshold, as bits; NaN is not.
 inline uint64_t above(const float* block, float threshold) {
@@ -232,11 +200,13 @@ struct TreeRows {
 // its place among the nodes of its depth.
 class TreeBuilder {
  public:
-  TreeBuilder(const int64_t* tokens, const float* log_probs, int64_t horizon, int64_t topk, int64_t max_rows)
-      : tokens_(tokens), log_probs_(log_probs), horizon_(horizon), topk_(topk), max_rows_(max_rows) {
+  TreeBuilder(const int64_t* tokens, const float* log_probs, int64_t horizon, int64_t parents, int64_t topk,
+              int64_t max_rows)
+      : tokens_(tokens), log_probs_(log_probs), horizon_(horizon), parents_(parents), topk_(topk),
+        max_rows_(max_rows) {
     for (int64_t depth = 0; depth < horizon; ++depth) {
-      const float* row = log_probs + depth * topk;
-      is_sorted_.push_back(std::is_sorted(row, row + topk, std::greater<float>()));
+      const float* row = log_probs + depth * parents * topk;
+      is_sorted_.push_back(parents == 1 && std::is_sorted(row, row + topk, std::greater<float>()));
     }
   }
 
@@ -244,7 +214,7 @@ class TreeBuilder {
     rows.tokens[0] = anchor;
     rows.scores[0] = 0.0f;
     rows.valid[0] = true;
-    push_children(0, 0, 0.0f);
+    push_children(0, 0, 0, 0.0f);
     for (int64_t row = 1; row < max_rows_ && !heap_.empty(); ++row) {
       const uint64_t key = heap_.top();
       heap_.pop();
@@ -257,22 +227,23 @@ class TreeBuilder {
       rows.ranks[row] = rank;
       rows.scores[row] = -cost;
       rows.valid[row] = true;
-      if (is_sorted_[depth]) push(depth, parent, rank + 1, -rows.scores[parent]);
-      push_children(depth + 1, row, cost);
+      if (is_sorted_[depth]) push(depth, parent, 0, rank + 1, -rows.scores[parent]);
+      push_children(depth + 1, row, rank, cost);
     }
   }
 
  private:
   // A node waits for its better sibling only where that one surely comes first.
-  void push_children(int64_t depth, int64_t parent, float parent_cost) {
+  void push_children(int64_t depth, int64_t parent, int64_t parent_rank, float parent_cost) {
     if (depth >= horizon_ || parent == max_rows_ - 1) return;  // children of the last row would come after it
     const int64_t last = is_sorted_[depth] ? 1 : topk_;
-    for (int64_t rank = 0; rank < last; ++rank) push(depth, parent, rank, parent_cost);
+    for (int64_t rank = 0; rank < last; ++rank) push(depth, parent, parent_rank, rank, parent_cost);
   }
 
-  void push(int64_t depth, int64_t parent, int64_t rank, float parent_cost) {
+  void push(int64_t depth, int64_t parent, int64_t parent_rank, int64_t rank, float parent_cost) {
     if (rank >= topk_) return;
-    const float cost = parent_cost + -log_probs_[depth * topk_ + rank];
+    const int64_t row = depth * parents_ + (parents_ > 1 ? parent_rank : 0);
+    const float cost = parent_cost + -log_probs_[row * topk_ + rank];
     if (!(cost < std::numeric_limits<float>::infinity())) return;
     uint32_t bits;
     std::memcpy(&bits, &cost, sizeof(bits));
@@ -289,8 +260,8 @@ class TreeBuilder {
 
   const int64_t* tokens_;
   const float* log_probs_;
-  int64_t horizon_, topk_, max_rows_;
-  std::vector<bool> is_sorted_;  // by depth: draft_candidates sorts, other callers may not
+  int64_t horizon_, parents_, topk_, max_rows_;
+  std::vector<bool> is_sorted_;  // by depth: draft_candidates sorts, a head does not
   std::priority_queue<uint64_t, std::vector<uint64_t>, std::greater<uint64_t>> heap_;
 };
 
@@ -299,6 +270,7 @@ using Tree = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tens
 Tree build_tree(const at::Tensor& token_ids_in, const at::Tensor& log_probs_in, const at::Tensor& anchors_in,
                 int64_t max_rows) {
   const int64_t requests = token_ids_in.size(0), horizon = token_ids_in.size(1), topk = token_ids_in.size(2);
+  const int64_t parents = log_probs_in.size(2);
   TORCH_CHECK_VALUE(horizon * (max_rows - 1) * topk < int64_t{1} << 31, max_rows, " rows over ", horizon, " x ", topk,
                     " candidates cannot be ordered in 32 bits");
   const at::Tensor fields = at::zeros({4, requests, max_rows}, token_ids_in.options().dtype(at::kLong));
@@ -320,7 +292,8 @@ Tree build_tree(const at::Tensor& token_ids_in, const at::Tensor& log_probs_in, 
   at::parallel_for(0, requests, 8, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const int64_t at = r * horizon * topk;
-      TreeBuilder(tokens + at, log_prob + at, horizon, topk, max_rows).build(anchor[r], all.from(r * max_rows));
+      TreeBuilder(tokens + at, log_prob + at * parents, horizon, parents, topk, max_rows)
+          .build(anchor[r], all.from(r * max_rows));
     }
   });
   return tree;

@@ -65,9 +65,10 @@ def build_tree(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The max_rows - 1 nodes with the highest path log-probability (DDTree's best-first set) below each anchor.
 
-    token_ids [R, D, K] int64 and log_probs [R, D, K] float32 (<= 0, no NaN), anchors [R] int64 ->
-    token_ids, parents, depths, ranks [R, max_rows] int64, log_scores [R, max_rows] float32, valid [R, max_rows]
-    bool. Rows are ordered by (score descending, depth, order of the parent, rank).
+    token_ids [R, D, K] int64, log_probs [R, D, P, K] float32 (<= 0, no NaN; P = 1, or K where a candidate's value
+    depends on the rank of its parent, the anchor having rank 0), anchors [R] int64 -> token_ids, parents, depths,
+    ranks [R, max_rows] int64, log_scores [R, max_rows] float32, valid [R, max_rows] bool. Rows are ordered by (score
+    descending, depth, order of the parent, rank).
 
     A beam of max_rows - 1 nodes per depth is exact, not a heuristic: scores never rise from parent to child, so a
     node outside its depth's beam, or below such a node, has max_rows - 1 better ones.
@@ -83,15 +84,21 @@ def build_tree(
     places = torch.arange(horizon * beam_width * topk, dtype=torch.int32, device=pairs.device)
     pairs[..., 0] = places.view(horizon, beam_width, topk)
     costs, keys = pairs.view(torch.float32)[..., 1], pairs.view(torch.int64).flatten(2)
-    step_costs = (-log_probs).unsqueeze(2)
+    step_costs = -log_probs
     beam = log_probs.new_full((requests, beam_width), torch.inf)
     beam[:, :1] = 0.0  # the anchor; the other entries only keep the shape the same at every depth
+    ranks = anchors.new_zeros(requests, beam_width)
     beams = keys.new_empty(requests, horizon, beam_width)
     for depth in range(horizon):
-        torch.add(beam.unsqueeze(2), step_costs[:, depth], out=costs[:, depth])
+        steps = step_costs[:, depth]
+        if log_probs.shape[2] > 1:
+            steps = steps.gather(1, ranks.unsqueeze(2).expand(-1, -1, topk))
+        torch.add(beam.unsqueeze(2), steps, out=costs[:, depth])
         best = keys[:, depth].topk(beam_width, largest=False).values
         beams[:, depth] = best
         beam = best.view(torch.float32)[:, 1::2]
+        if log_probs.shape[2] > 1:
+            ranks = best.view(torch.int32)[:, ::2].long() % topk
     return _best_rows(beams, token_ids, anchors)
 
 

@@ -17,7 +17,7 @@ def key_cost(keys):
 @triton.jit
 def build_tree_kernel(
     token_ids, log_probs, anchors, tokens, parents, depths, ranks, log_scores, valid, horizon, topk, max_rows,
-    W: tl.constexpr, K: tl.constexpr,
+    W: tl.constexpr, K: tl.constexpr, PER_PARENT: tl.constexpr,
 ):  # fmt: skip
     """One program per request, a beam of W nodes per depth: every kept parent with every candidate, the best stay.
 
@@ -28,14 +28,25 @@ def build_tree_kernel(
     index = tl.arange(0, W)
     rank = tl.arange(0, K)
     beam = tl.where(index == 0, 0.0, inf)
+    beam_rank = tl.zeros((W,), tl.int32)
     best = tl.full((W,), NO_NODE, tl.int64)
     for depth in range(horizon):
-        at = (request * horizon + depth) * topk
-        step = -tl.load(log_probs + at + rank, mask=rank < topk, other=float("-inf"))
-        cost = (beam[:, None] + step[None, :]).to(tl.int32, bitcast=True).to(tl.int64)
+        at = request * horizon + depth
+        if PER_PARENT:
+            row = (at * topk + beam_rank)[:, None] * topk
+            # Places behind the beam hold no node, and their rank may be one that no candidate has.
+            step = -tl.load(
+                log_probs + row + rank[None, :],
+                mask=(rank < topk)[None, :] & (beam_rank < topk)[:, None],
+                other=float("-inf"),
+            )
+        else:
+            step = -tl.load(log_probs + at * topk + rank, mask=rank < topk, other=float("-inf"))[None, :]
+        cost = (beam[:, None] + step).to(tl.int32, bitcast=True).to(tl.int64)
         place = (depth * W + index[:, None]) * K + rank[None, :]
         keys = tl.topk(tl.reshape((cost << 32) | place, (W * K,)), W, descending=False)
         beam = key_cost(keys)
+        beam_rank = (keys & 0xFFFFFFFF).to(tl.int32) % K
         best = tl.topk(tl.reshape(tl.join(best, keys), (2 * W,)), W, descending=False)
 
     cost = key_cost(best)
@@ -98,6 +109,7 @@ def build_tree(
     build_tree_kernel[(requests,)](
         token_ids.contiguous(), log_probs.contiguous(), anchors.contiguous(),
         tokens, parents, depths, ranks, log_scores, valid, horizon, topk, max_rows, W=width, K=candidates,
+        PER_PARENT=log_probs.shape[2] > 1,
     )  # fmt: skip
     return tokens, parents, depths, ranks, log_scores, valid
 

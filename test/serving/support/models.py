@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_d3tree.demo.target import ASSETS, MASK_TOKEN_ID, atomic_directory, build_target, build_tiny_target
+from sglang_d3tree.head_file import HeadFile, save_head
 from sglang_d3tree.train.drafter import init_drafter
+from sglang_d3tree.tree.head import HeadWeights, PathWeights
 
 REPOSITORY = Path(__file__).parents[3]
 CACHE = Path(os.environ.get("SGLANG_D3TREE_CACHE", REPOSITORY / ".cache" / "d3tree"))
@@ -90,6 +92,21 @@ def letters_drafter() -> Path:
         weights["norm.weight"] = weights["norm.weight"] * 0.15
         save_file(weights, scratch / "model.safetensors", metadata={"format": "pt"})
         (scratch / "recipe").write_bytes(_recipe())
+    return out
+
+
+def letters_drafter_with_head(out: Path, kind: str) -> Path:
+    """A copy of the letters drafter with an untrained head of this kind: wrong about everything, as a head may be."""
+    shutil.copytree(letters_drafter(), out)
+    width = load_file(letters_target() / "model.safetensors")["model.embed_tokens.weight"].shape[1]
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * 0.3
+
+    path = PathWeights(draw(4, width), draw(4, width), draw(4, width)) if kind == "path" else None
+    weights = HeadWeights(draw(width), draw(width), torch.tensor(0.5), torch.tensor(1.0), path, exclusive=True)
+    save_head(out, letters_target(), HeadFile(weights, 6, {}))
     return out
 
 
