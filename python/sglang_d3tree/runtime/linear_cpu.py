@@ -6,6 +6,7 @@ original weight stays where it is: it is what loading, the embedding and everybo
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,8 @@ from sgl_kernel_ext.dispatch import get_kernel
 
 logger = logging.getLogger(__name__)
 
+Product = Callable[[torch.Tensor], torch.Tensor]
+
 # Share of the free memory that the second copy of the weights may take.
 _MEMORY_SHARE = 0.25
 # With AMX, torch's own product wins as soon as there is enough to multiply per byte of weight.
@@ -30,9 +33,7 @@ packed_linear = get_kernel("packed_linear", "cpu")
 pack_weight = get_kernel("pack_weight", "cpu")
 
 
-def packed_apply(
-    layer: Any, x: torch.Tensor, bias: torch.Tensor | None, most_rows: int | None
-) -> torch.Tensor:
+def packed_apply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None, most_rows: int | None) -> torch.Tensor:
     """``x @ layer.weight.T + bias`` over ``layer.packed_weight``; x [..., K] -> [..., N]."""
     weight = layer.weight
     if x.dtype != weight.dtype or (most_rows is not None and x.numel() > most_rows * weight.shape[1]):
@@ -41,6 +42,26 @@ def packed_apply(
         return packed_linear(x, layer.packed_weight, weight.shape[0], bias)
     out = packed_linear(x.reshape(-1, x.shape[-1]), layer.packed_weight, weight.shape[0], bias)
     return out.view(*x.shape[:-1], -1)
+
+
+def product_of(layer: Any) -> Product:
+    """A layer's product with its bias as one function of x [T, K], without the modules' attribute look-ups.
+
+    New weights keep being seen: they are written into the same tensors.
+    """
+    method, weight, bias = layer.quant_method, layer.weight, layer.bias
+    if not isinstance(method, PackedLinearMethod):
+        return lambda x: torch.nn.functional.linear(x, weight, bias)
+    packed, outputs, most_rows = layer.packed_weight, weight.shape[0], method.most_rows
+    if most_rows is None:
+        return lambda x: packed_linear(x, packed, outputs, bias)
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > most_rows:
+            return torch.nn.functional.linear(x, weight, bias)
+        return packed_linear(x, packed, outputs, bias)
+
+    return product
 
 
 class PackedLinearMethod(UnquantizedLinearMethod):
@@ -61,7 +82,7 @@ class PackedHeadMethod(UnquantizedEmbeddingMethod):
         super().__init__()
         self.most_rows = most_rows
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return packed_apply(layer, x.to(layer.weight.dtype), bias, self.most_rows)
 
 
@@ -86,39 +107,44 @@ def pack_model(model: torch.nn.Module, amx: bool) -> None:
             allowed / 1e9,
         )
         return
-    _pack(layers)
     for layer in layers:
         most_rows = _AMX_MOST_ROWS if amx and layer.weight.dtype == torch.bfloat16 else None
-        method = PackedLinearMethod if isinstance(layer, LinearBase) else PackedHeadMethod
-        layer.quant_method = method(most_rows)
-
+        layer.packed_weight = pack_weight(layer.weight.data)
+        layer.quant_method = (PackedLinearMethod if isinstance(layer, LinearBase) else PackedHeadMethod)(most_rows)
     if layers:
-        # New weights are written into the originals.
-        model.load_weights = _then_pack(model.load_weights, layers)  # type: ignore[assignment, arg-type]
+        model.load_weights = _then_repack(model)  # type: ignore[assignment, arg-type]
+
+
+def repack_model(model: torch.nn.Module) -> None:
+    """Follow new weights, which SGLang writes into the originals."""
+    for layer in model.modules():
+        if isinstance(getattr(layer, "quant_method", None), PackedLinearMethod | PackedHeadMethod):
+            packed: Any = layer
+            packed.packed_weight.copy_(pack_weight(packed.weight.data))
+
+
+def _then_repack(model: Any) -> Callable[..., Any]:
+    load_weights = model.load_weights
+
+    @functools.wraps(load_weights)
+    def load_and_repack(*args: Any, **kwargs: Any) -> Any:
+        result = load_weights(*args, **kwargs)
+        repack_model(model)
+        return result
+
+    return load_and_repack
 
 
 def _layers(model: torch.nn.Module) -> list[Any]:
-    head = getattr(model, "lm_head", None)
-    found: list[Any] = []
-    for module in model.modules():
-        if isinstance(module, LinearBase) and type(module.quant_method) is UnquantizedLinearMethod:
-            found.append(module)
+    found: list[Any] = [
+        module
+        for module in model.modules()
+        if isinstance(module, LinearBase) and type(module.quant_method) is UnquantizedLinearMethod
+    ]
+    head: Any = getattr(model, "lm_head", None)
     is_head = isinstance(head, ParallelLMHead | VocabParallelEmbedding)
-    if is_head and type(head.quant_method) is UnquantizedEmbeddingMethod:
+    # With a method of our own SGLang would no longer compute the logits in float32 where that was asked for.
+    exact = getattr(getattr(model, "logits_processor", None), "use_fp32_lm_head", False)
+    if is_head and not exact and type(head.quant_method) is UnquantizedEmbeddingMethod:
         found.append(head)
     return found
-
-
-def _pack(layers: list[Any]) -> None:
-    with torch.no_grad():
-        for layer in layers:
-            layer.packed_weight = pack_weight(layer.weight.data)
-
-
-def _then_pack(load_weights: Callable[..., Any], layers: list[Any]) -> Callable[..., Any]:
-    def load_and_pack(*args: Any, **kwargs: Any) -> Any:
-        result = load_weights(*args, **kwargs)
-        _pack(layers)
-        return result
-
-    return load_and_pack
