@@ -68,6 +68,12 @@ def _library_path(name: str) -> Path:
     return root / f"sgl_kernel_ext_{name}_{identity[:16]}" / f"{name}.so"
 
 
+def sources_digest() -> str:
+    """What tells one state of these kernels from another: whoever keeps times measured with them keeps this too."""
+    sources = sorted(source for source in SOURCES.iterdir() if source.suffix in (".cpp", ".h"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:8]
+
+
 def _cpu_features() -> str:
     """What -march=native depends on: home directories are shared between machines, instruction sets are not."""
     try:

@@ -49,10 +49,21 @@ def product_of(layer: Any) -> Product:
 
     New weights keep being seen: they are written into the same tensors.
     """
-    method, weight, bias = layer.quant_method, layer.weight, layer.bias
-    if not isinstance(method, PackedLinearMethod):
+    return _product(layer.quant_method, layer.weight, getattr(layer, "packed_weight", None), layer.bias)
+
+
+def head_product(head: Any, weight: torch.Tensor) -> Product:
+    """x [T, H] -> logits [T, n] over some rows `weight` [n, H] of an LM head, multiplied the way the head is."""
+    packed = None
+    if isinstance(head.quant_method, PackedHeadMethod):
+        packed = head.packed_weight if weight.shape == head.weight.shape else pack_weight(weight)
+    return _product(head.quant_method, weight, packed, None)
+
+
+def _product(method: Any, weight: torch.Tensor, packed: torch.Tensor | None, bias: torch.Tensor | None) -> Product:
+    if packed is None:
         return lambda x: torch.nn.functional.linear(x, weight, bias)
-    packed, outputs, most_rows = layer.packed_weight, weight.shape[0], method.most_rows
+    outputs, most_rows = weight.shape[0], method.most_rows
     if most_rows is None:
         return lambda x: packed_linear(x, packed, outputs, bias)
 
