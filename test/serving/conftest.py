@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from support import models
 from support.servers import SERVE, Server
 
-from sglang_d3tree.policy.cost import CostProfile, Curve, ProfileKey
+from sglang_d3tree.policy.cost import FILE_VARIABLE, SECONDS_VARIABLE, CostProfile, Curve, ProfileKey
 
 # Trees as large as they may be, whatever this machine's costs say about models of a few thousand weights.
 WHOLE_TREES = ("--speculative-d3tree-cost-profile", "none")
@@ -108,10 +108,15 @@ def letters_seeded() -> Iterator[Server]:
 
 @pytest.fixture(scope="module", params=["linear", "path"])
 def headed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Server]]:
-    """The kind of head, and the letters target served with one of that kind that was never trained."""
-    drafter = models.letters_drafter_with_head(tmp_path_factory.mktemp("head") / "drafter", request.param)
+    """The kind of head, and the letters target served with one of that kind that was never trained.
+
+    Costs are measured at this start, whatever the cache holds: a vocabulary of 64 tokens, up to 64 requests.
+    """
+    folder = tmp_path_factory.mktemp("head")
+    drafter = models.letters_drafter_with_head(folder / "drafter", request.param)
     flags = speculative(models.letters_target(), drafter, "--speculative-d3tree-max-rows", 24)
-    for server in running(Server(*flags)):
+    measure = {FILE_VARIABLE: str(folder / "costs.json"), SECONDS_VARIABLE: "1"}
+    for server in running(Server(*flags, environment=measure)):
         yield request.param, server
 
 

@@ -137,6 +137,15 @@ def test_the_load_decides_between_whole_trees_some_nodes_and_none(per_row, mode)
     assert {LIGHT: rows.total == tree.valid.sum(), SATURATED: rows.total == 4}.get(mode, 4 < rows.total < 64)
 
 
+def test_padding_that_is_never_computed_is_not_paid_for():
+    """15 rows cost nothing, the 16th that would fill the tile as much as ten rounds: all 15 are verified."""
+    costs = tables(per_row=0.0, tile=16)
+    costs.verify[16:] += 10.0
+    tree = build_tree(random_candidates(0, 1, HORIZON, 4), torch.zeros(1, dtype=torch.int64), MAX_ROWS - 1)
+    rows = Planner(costs, HORIZON, MAX_ROWS).total(tree, flat_survival(tree, 0.7), tree.valid, True, 100)
+    assert rows.total == tree.valid.sum() == MAX_ROWS - 1 and rows.mode == LIGHT
+
+
 def test_whoever_has_no_budget_gets_what_it_wants():
     tree = a_tree(4)
     wanted = tree.valid & (torch.arange(MAX_ROWS) < 5)

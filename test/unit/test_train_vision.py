@@ -21,6 +21,7 @@ from sglang_d3tree.train.vision_align import Images, lesson, teach
 from sglang_d3tree.train.vision_chat import ChatWriter
 from sglang_d3tree.train.vision_codes import CodeBook
 from sglang_d3tree.train.vision_language import Adapter, Language, load_language, read, to_words
+from sglang_d3tree.train.vision_regression import CodeError, fit_last_layer
 from sglang_d3tree.train.vision_rehearsal import load_texts, perplexity, rehearse
 from sglang_d3tree.train.vision_tower import build_tower, look, patchify
 
@@ -142,6 +143,46 @@ def test_codes_learn_through_the_frozen_tower(tiny: Path) -> None:
     assert not teacher.lm.embed.requires_grad
 
 
+def test_the_error_is_zero_at_the_codes_and_one_at_each_kinds_mean(tiny: Path) -> None:
+    """However few the things among the background's tokens: their mean alone names no shape."""
+    teacher, source = vision.load_teacher(tiny), Images.load(0)
+    codes = CodeBook(teacher.lm.embed, teacher.writer.tokenizer)
+    _, labels = source.mixed(0, 48)
+    error_of = CodeError(codes, labels)
+    wanted = codes(labels)
+    assert error_of(wanted, labels).item() == 0.0
+    loss, accuracies = error_of.names(wanted, labels)
+    assert loss.item() > 0 and all(share > 0.99 for share in accuracies.values())
+    blurred = torch.empty_like(wanted)
+    for kind in range(len(vision_data.KINDS)):
+        chosen = labels.kind == kind
+        blurred[chosen] = wanted[chosen].mean(0)
+    assert error_of(blurred, labels).item() == pytest.approx(1.0, abs=0.05)
+    assert error_of.names(blurred, labels)[1]["shape"] < 0.6
+
+
+def test_the_last_layer_starts_at_the_closest_linear_map(tiny: Path) -> None:
+    """No other weights are closer, every kind of token counting alike."""
+    teacher, source = vision.load_teacher(tiny), Images.load(0)
+    codes = CodeBook(teacher.lm.embed, teacher.writer.tokenizer).requires_grad_(False)
+    images, labels = source.mixed(0, 64)
+    tower = build_tower(tiny, seed=0)
+    fit_last_layer(tower, codes, [(images, labels)])
+    weight = (1.0 / torch.bincount(labels.kind.flatten()).clamp(min=1))[labels.kind]
+
+    def error() -> torch.Tensor:
+        squares = (look(tower, patchify(images)) - codes(labels)).square().mean(-1)
+        return (weight * squares).sum()
+
+    least = error()
+    least.backward()
+    layer = tower.merger.mlp[-1]
+    assert least.item() < 0.9 * (weight * codes(labels).square().mean(-1)).sum().item()
+    with torch.no_grad():
+        layer.weight -= 0.01 * layer.weight.grad / layer.weight.grad.norm()
+        assert error().item() >= least.item() * (1 - 1e-3)
+
+
 def test_recipe_end_to_end(tiny: Path, tmp_path: Path, reference: Any, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     vision.add_arguments(parser)
@@ -157,9 +198,9 @@ def test_recipe_end_to_end(tiny: Path, tmp_path: Path, reference: Any, capsys: p
     command()
     for stage in vision.STAGES:
         assert torch.load(tmp_path / "work" / f"{stage}.pt", weights_only=True)["step"] == 2
-    before = (tmp_path / "work" / "align.pt").stat().st_mtime_ns
+    before = (tmp_path / "work" / "polish.pt").stat().st_mtime_ns
     command()
-    assert (tmp_path / "work" / "align.pt").stat().st_mtime_ns == before, "finished stages are skipped"
+    assert (tmp_path / "work" / "polish.pt").stat().st_mtime_ns == before, "finished stages are skipped"
     command("--evaluate", "tower", "--limit", "2")
     marks = json.loads((tmp_path / "work" / "evaluation-tower.json").read_text())["scores"]
     assert marks["easy-vqa test"]["total"] > 0 and marks["describe all"]["total"] == 2

@@ -1,13 +1,14 @@
 """``make demo-eval``: what the demo pair reaches, on pictures and prompts that no training saw.
 
-Accuracies are marked in process (greedy, float32, see ``train.vision_evaluate``); accept lengths come from a real
-server with D3TREE at its default of 32 rows per request.
+Accuracies are marked in process (greedy, see ``train.vision_evaluate``); accept lengths come from a real server with
+D3TREE that verifies its default of 32 rows per request in every round, whatever they cost here.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import random
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ from sglang_d3tree.demo.tour import d3tree_arguments
 
 BOOTSTRAP, CONCURRENCY = 2000, 4
 POLICIES = ("d3tree", "chain")
+MARKS_DTYPE = "bfloat16"
+"""Of the language tower's matrices while short answers are marked: what servers use by default, and half the time."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ def mark_answers(pair: DemoPair, limit: int | None, work: Path) -> dict[str, Any
     parser = argparse.ArgumentParser()
     vision.add_arguments(parser)
     arguments = ["--target", str(pair.model_path), "--work", str(work), "--evaluate", "target"]
+    arguments += ["--dtype", MARKS_DTYPE, "--threads", str(os.cpu_count() or 1)]
     arguments += ["--limit", str(limit)] if limit else []
     scores: dict[str, Any] = vision.evaluate(parser.parse_args(arguments))["scores"]
     return scores
@@ -131,7 +135,7 @@ def report(scores: dict[str, Any], text: dict[str, Any], lengths: Sequence[Accep
         lines += [
             "## Right answers",
             "",
-            "Greedy, float32. A short answer is right when every word is; a description has marks for its shapes, its",
+            "Greedy. A short answer is right when every word is; a description has marks for its shapes, its",
             "colours, its count, each colour with its own shape (pairs), all of these, and being exact word by word.",
             "",
             "| what | right | of | share |",
@@ -182,7 +186,8 @@ def run(args: argparse.Namespace) -> int:
         text_marks = mark_text(pair, args.limit or 100, args.work)
     lengths: list[AcceptLength] = []
     if args.skip != "accept-length":
-        with Server(d3tree_arguments(pair), name="d3tree server") as server:
+        arguments = [*d3tree_arguments(pair), "--speculative-d3tree-cost-profile", "none"]
+        with Server(arguments, name="d3tree server") as server:
             lengths = measure_accept_lengths(server.url, args.count, args.kinds)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     text = report(scores, text_marks, lengths, "make demo-eval")

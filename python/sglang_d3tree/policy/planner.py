@@ -125,7 +125,7 @@ class Planner:
         """Expected tokens per second of plain decoding, and of every horizon with its best total."""
         assert self.costs is not None
         totals = self._totals(requests)
-        verify = self.costs.verify_seconds(totals, requests, context)
+        verify = self.costs.verify_seconds(totals.clamp(max=requests * self._max_rows), requests, context)
         around = [
             self.costs.draft_seconds(requests, h) + self.costs.host_seconds(requests)
             for h in range(1, self.max_horizon + 1)
@@ -161,13 +161,13 @@ class Planner:
         # A probe believes in its draft: with rows for nothing it would find out nothing.
         trust = max(self.trust, 1.0) if self._is_probe else self.trust
         tokens = requests + trust * (tokens - requests)
-        seconds = self._seconds(tree.horizon, requests, totals, context)
+        wanted, available = int(keep.sum()), int(tree.valid.sum())
+        # Where rows have no shape that must be kept to, padding is never computed, nor paid for.
+        seconds = self._seconds(tree.horizon, requests, totals.clamp(max=available), context)
         index = int(choose_total(tokens, seconds))
-        total, wanted, available = int(totals[index]), int(keep.sum()), int(tree.valid.sum())
+        total = min(int(totals[index]), available)
         mode = SATURATED if total == requests and wanted > requests else LIGHT if total >= wanted else HEAVY
         self._worthwhile = requests * float(seconds[index]) / self.plain_seconds(requests, context)
-        # Where rows have no shape that must be kept to, padding is never computed.
-        total = min(total, available)
         return Rows(fill_rows(tree, ranking, keep, total), total, mode, float(seconds[index]))
 
     def relayed_total(self, requests: int, horizon: int, context: int) -> int:

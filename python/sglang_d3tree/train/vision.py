@@ -1,12 +1,11 @@
 """`d3tree train vision`: the demo verifier's vision tower, from nothing, on a CPU.
 
-Five stages, each resumable by the same command; a finished stage is skipped:
+Four stages, each resumable by the same command; a finished stage is skipped:
 
 1. `pretrain`: see, without the language model (heads name shapes, colours, letters);
 2. `codes`: find out what to tell the language model, without pixels, while a small adapter of it learns to listen;
 3. `transfer`: regress the tower onto the codes, still without the language model;
-4. `align`: train tower and adapter through the language model;
-5. `polish`: the tower alone, likewise: what the language model says, and any drafter of it, stays as it is.
+4. `polish`: train the tower through the language model, whose text (and any drafter of it) stays as it is.
 
 `--evaluate` marks the latest state on easy-VQA's test split and held-out scenes, `--export` writes it in bfloat16.
 Text ability stays by rehearsal (`vision_rehearsal`) on the target's own text.
@@ -32,18 +31,21 @@ from sglang_d3tree.train.vision_chat import ChatWriter
 from sglang_d3tree.train.vision_codes import CodeBook
 from sglang_d3tree.train.vision_data import Labels
 from sglang_d3tree.train.vision_language import Adapter, load_language
-from sglang_d3tree.train.vision_loop import OutOfTimeError, StepFunction, train
-from sglang_d3tree.train.vision_pretrain import Heads, Images, head_accuracies, head_losses, pretrain_step
+from sglang_d3tree.train.vision_loop import OutOfTimeError, train
+from sglang_d3tree.train.vision_pretrain import Heads, Images, pretrain_step
+from sglang_d3tree.train.vision_regression import CodeError, fit_last_layer
 from sglang_d3tree.train.vision_rehearsal import load_texts, perplexity, rehearse
 from sglang_d3tree.train.vision_tower import build_tower, export, look, patchify
 
 ASSET = Path(__file__).parents[1] / "demo" / "assets" / "vision.safetensors"
-TRANSFER_HEADS = 0.1
-"""Weight of the heads' losses beside the regression onto the codes, whose error is a share of their variance."""
+TRANSFER_NAMES = 0.3
+"""Weight of telling labels apart beside the regression onto the codes, whose error is a share of their variance."""
+FIT_BATCHES = 40
+"""Batches for the last layer's closed form, and the first of them for the codes' variances."""
 REHEARSAL = 1.0
 """Weight of the text's divergence (nats per token) beside the answers' loss."""
-ALIGN_TRANSFER, ALIGN_EXTRA_IMAGES, POLISH_EXTRA_IMAGES = 0.3, 24, 64
-"""Aligning goes on with the regression, on this many more images a step: cheap, and it keeps the tower's eyes open."""
+POLISH_TRANSFER, POLISH_EXTRA_IMAGES = 0.3, 64
+"""Polishing goes on with the regression, on this many more images a step: cheap, and it keeps the tower's eyes open."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--minutes", type=float, default=None, help="stop (resumably) after this long")
     parser.add_argument("--batch", type=int, default=64, help="images per step where no language model runs")
-    for name, steps in (("pretrain", 700), ("codes", 320), ("transfer", 400), ("align", 220), ("polish", 500)):
+    for name, steps in (("pretrain", 1500), ("codes", 500), ("transfer", 900), ("polish", 200)):
         parser.add_argument(f"--{name}-steps", type=int, default=steps)
     parser.add_argument("--scenes-per-step", type=int, default=2, help="of a step through the language model")
     parser.add_argument("--easy-per-step", type=int, default=3, help="easy-VQA images, likewise")
@@ -83,17 +85,17 @@ def load_teacher(checkpoint: Path, dtype: str = "float32") -> Teacher:
 
 
 def _rehearsal(args: argparse.Namespace, teacher: Teacher) -> Callable[[int], Tensor]:
-    """step -> the loss that keeps the text as it was; zero without data, or when the adapter does not learn."""
-    if args.text is None or teacher.adapter is None or not teacher.adapter.down["qkv"].requires_grad:
+    """step -> the loss that keeps the text as it was; zero without data."""
+    if args.text is None:
         return lambda number: torch.zeros(())
     texts = load_texts(args.text, held_out=False)
     return lambda number: rehearse(teacher, texts, number)
 
 
-def _restore_adapter(args: argparse.Namespace, teacher: Teacher, stage: str) -> Adapter:
-    """The adapter as a stage left it, at work in the teacher."""
+def _restore_adapter(args: argparse.Namespace, teacher: Teacher) -> Adapter:
+    """The adapter as the codes' stage left it, at work in the teacher."""
     teacher.adapter = Adapter(teacher.lm, args.adapter_rank, args.seed)
-    _restore(args, stage, adapter=teacher.adapter)
+    _restore(args, "codes", adapter=teacher.adapter)
     return teacher.adapter
 
 
@@ -134,79 +136,54 @@ def learn_codes(args: argparse.Namespace, deadline: float | None) -> None:
     train(args.work / "codes.pt", modules, {"codes": 3e-3, "adapter": 1e-3}, args.codes_steps, step, deadline=deadline)
 
 
-def _regression(tokens: Tensor, wanted: Tensor) -> Tensor:
-    """Squared error as a share of the codes' variance."""
-    return (tokens - wanted).square().mean() / wanted.var().clamp(min=1e-8)
+def _code_error(args: argparse.Namespace, teacher: Teacher, source: Images) -> CodeError:
+    codes = CodeBook(teacher.lm.embed, teacher.writer.tokenizer)
+    _restore(args, "codes", codes=codes)
+    return CodeError(codes, source.mixed(0, 4 * args.batch)[1])
 
 
 def transfer(args: argparse.Namespace, deadline: float | None) -> None:
-    teacher = load_teacher(args.target)
-    codes = CodeBook(teacher.lm.embed, teacher.writer.tokenizer)
+    teacher, source = load_teacher(args.target), Images.load(args.seed)
+    error_of = _code_error(args, teacher, source)
     tower = build_tower(args.target, args.seed)
-    heads = Heads(tower.config.out_hidden_size)
-    _restore(args, "codes", codes=codes)
-    first = _restore(args, "pretrain", tower=tower, heads=heads)
-    source = Images.load(args.seed)
+    first = _restore(args, "pretrain", tower=tower)
+    if not (args.work / "transfer.pt").exists():
+        fit_last_layer(tower, error_of.codes, (source.mixed(first + i, args.batch) for i in range(FIT_BATCHES)))
 
     def step(number: int) -> tuple[Tensor, dict[str, float]]:
-        images, labels = source.mixed(first + number, args.batch)
+        images, labels = source.mixed(first + FIT_BATCHES + number, args.batch)
         tokens = look(tower, patchify(images))
-        logits = heads(tokens)
-        error = _regression(tokens, codes(labels).detach())
-        seen = torch.stack(list(head_losses(logits, labels).values())).sum()
-        return error + TRANSFER_HEADS * seen, {"error": error.item(), **head_accuracies(logits, labels)}
+        error = error_of(tokens, labels)
+        names, accuracies = error_of.names(tokens, labels)
+        return error + TRANSFER_NAMES * names, {"error": error.item(), **accuracies}
 
-    modules = {"tower": tower, "heads": heads}
-    rates = dict.fromkeys(modules, 1e-3)
-    train(args.work / "transfer.pt", modules, rates, args.transfer_steps, step, deadline=deadline)
-
-
-def align(args: argparse.Namespace, deadline: float | None) -> None:
-    teacher = load_teacher(args.target, args.dtype)
-    adapter = _restore_adapter(args, teacher, "codes")
-    tower = build_tower(args.target, args.seed)
-    _restore(args, "transfer", tower=tower)
-    # Other images than the earlier stages drew, and other questions than the codes were learned on.
-    step = _through_language(args, teacher, tower, Images.load(args.seed + 1), ALIGN_EXTRA_IMAGES)
-    modules = {"tower": tower, "adapter": adapter}
-    train(args.work / "align.pt", modules, {"tower": 6e-4, "adapter": 6e-4}, args.align_steps, step, deadline=deadline)
+    train(args.work / "transfer.pt", {"tower": tower}, {"tower": 7e-4}, args.transfer_steps, step, deadline=deadline)
 
 
 def polish(args: argparse.Namespace, deadline: float | None) -> None:
     teacher = load_teacher(args.target, args.dtype)
-    _restore_adapter(args, teacher, "align").requires_grad_(False)
+    _restore_adapter(args, teacher).requires_grad_(False)
     tower = build_tower(args.target, args.seed)
-    _restore(args, "align", tower=tower)
-    step = _through_language(args, teacher, tower, Images.load(args.seed + 2), POLISH_EXTRA_IMAGES)
-    train(args.work / "polish.pt", {"tower": tower}, {"tower": 6e-4}, args.polish_steps, step, deadline=deadline)
-
-
-def _through_language(
-    args: argparse.Namespace, teacher: Teacher, tower: Any, source: Images, extra_images: int
-) -> StepFunction:
-    """Answers from pixels; the regression of `transfer` goes on beside it, and the text is rehearsed."""
-    codes = CodeBook(teacher.lm.embed, teacher.writer.tokenizer)
-    _restore(args, "codes", codes=codes)
-    rehearsal = _rehearsal(args, teacher)
+    _restore(args, "transfer", tower=tower)
+    # Other images than the earlier stages drew, and other questions than the codes were learned on.
+    source = Images.load(args.seed + 1)
+    error_of = _code_error(args, teacher, source)
 
     def step(number: int) -> tuple[Tensor, dict[str, float]]:
         todo = lesson(source, teacher.writer, number, args.scenes_per_step, args.easy_per_step)
-        images, labels = source.mixed(number, extra_images)
+        images, labels = source.mixed(number, POLISH_EXTRA_IMAGES)
         tokens = look(tower, patchify(torch.cat([todo.images, images])))
-        error = _regression(tokens[len(todo.images) :], codes(labels).detach())
+        error = error_of(tokens[len(todo.images) :], labels)
         loss, numbers = teach(teacher, tokens[: len(todo.images)], todo.chats)
-        drift = rehearsal(number)
-        logged = {"answers": loss.item(), "error": error.item(), "drift": drift.item(), **numbers}
-        return loss + ALIGN_TRANSFER * error + REHEARSAL * drift, logged
+        return loss + POLISH_TRANSFER * error, {"answers": loss.item(), "error": error.item(), **numbers}
 
-    return step
+    train(args.work / "polish.pt", {"tower": tower}, {"tower": 2e-4}, args.polish_steps, step, deadline=deadline)
 
 
 STAGES: dict[str, Callable[[argparse.Namespace, float | None], None]] = {
     "pretrain": pretrain,
     "codes": learn_codes,
     "transfer": transfer,
-    "align": align,
     "polish": polish,
 }
 
@@ -214,10 +191,10 @@ STAGES: dict[str, Callable[[argparse.Namespace, float | None], None]] = {
 def latest_state(args: argparse.Namespace, teacher: Teacher) -> tuple[Any, Adapter, str]:
     """Tower and adapter of the furthest stage, and what to call that state."""
     tower = build_tower(args.target, args.seed)
-    for stage, adapted in (("polish", "align"), ("align", "align"), ("transfer", "codes")):
+    for stage in ("polish", "transfer"):
         if (args.work / f"{stage}.pt").exists():
             steps = _restore(args, stage, tower=tower)
-            return tower, _restore_adapter(args, teacher, adapted), f"{stage}, {steps} steps"
+            return tower, _restore_adapter(args, teacher), f"{stage}, {steps} steps"
     raise FileNotFoundError(f"no trained tower in {args.work}: run `d3tree train vision` first")
 
 
@@ -230,7 +207,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     if args.evaluate == "codes":
         codes = CodeBook(teacher.lm.embed, teacher.writer.tokenizer)
         what = f"codes, {_restore(args, 'codes', codes=codes)} steps"
-        _restore_adapter(args, teacher, "codes")
+        _restore_adapter(args, teacher)
 
         def from_labels(images: Tensor, labels: Labels | None) -> Tensor:
             wanted: Tensor = codes(labels)
