@@ -127,6 +127,18 @@ def mark_text(pair: DemoPair, count: int, work: Path) -> dict[str, Any]:
     return {**asdict(marks), "rise": marks.rise}
 
 
+def mark(pair: DemoPair, limit: int | None, work: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Marks of answers and of text. Kept in ``work`` for this verifier: another drafter changes none of them."""
+    from sglang_d3tree.train.data import target_fingerprint
+
+    kept = work / f"marks-{target_fingerprint(pair.model_path, vision=True)}-{limit or 'all'}.json"
+    if not kept.exists():
+        marks = {"scores": mark_answers(pair, limit, work), "text": mark_text(pair, limit or 100, work)}
+        kept.write_text(json.dumps(marks) + "\n")
+    marks = json.loads(kept.read_text())
+    return marks["scores"], marks["text"]
+
+
 def report(scores: dict[str, Any], text: dict[str, Any], lengths: Sequence[AcceptLength], command: str) -> str:
     """Markdown of all numbers."""
     machine = f"{platform.system()}, {platform.machine()}"
@@ -180,10 +192,10 @@ def run(args: argparse.Namespace) -> int:
     pair = prepare_pair()
     if args.draft_model_path is not None:
         pair = DemoPair(pair.model_path, args.draft_model_path)
-    scores, text_marks = {}, {}
+    scores: dict[str, Any] = {}
+    text_marks: dict[str, Any] = {}
     if args.skip != "accuracy":
-        scores = mark_answers(pair, args.limit, args.work)
-        text_marks = mark_text(pair, args.limit or 100, args.work)
+        scores, text_marks = mark(pair, args.limit, args.work)
     lengths: list[AcceptLength] = []
     if args.skip != "accept-length":
         arguments = [*d3tree_arguments(pair), "--speculative-d3tree-cost-profile", "none"]

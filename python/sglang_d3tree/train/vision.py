@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--minutes", type=float, default=None, help="stop (resumably) after this long")
     parser.add_argument("--batch", type=int, default=64, help="images per step where no language model runs")
-    for name, steps in (("pretrain", 1500), ("codes", 500), ("transfer", 900), ("polish", 200)):
+    for name, steps in (("pretrain", 1500), ("codes", 500), ("transfer", 700), ("polish", 80)):
         parser.add_argument(f"--{name}-steps", type=int, default=steps)
     parser.add_argument("--scenes-per-step", type=int, default=2, help="of a step through the language model")
     parser.add_argument("--easy-per-step", type=int, default=3, help="easy-VQA images, likewise")
@@ -177,7 +177,7 @@ def polish(args: argparse.Namespace, deadline: float | None) -> None:
         loss, numbers = teach(teacher, tokens[: len(todo.images)], todo.chats)
         return loss + POLISH_TRANSFER * error, {"answers": loss.item(), "error": error.item(), **numbers}
 
-    train(args.work / "polish.pt", {"tower": tower}, {"tower": 2e-4}, args.polish_steps, step, deadline=deadline)
+    train(args.work / "polish.pt", {"tower": tower}, {"tower": 4e-5}, args.polish_steps, step, deadline=deadline)
 
 
 STAGES: dict[str, Callable[[argparse.Namespace, float | None], None]] = {

@@ -97,3 +97,4 @@ def export(tower: Any, adapter: nn.Module, path: Path, notes: dict[str, Any]) ->
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(state, path, metadata={"format": "pt", "d3tree": json.dumps(notes, sort_keys=True)})
+    path.chmod(0o644)  # safetensors writes for the owner only
