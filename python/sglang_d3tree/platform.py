@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 PLATFORM_GROUP = "sglang.srt.platforms"
 ENTRY_POINT_NAME = "d3tree_cpu"
 ATTENTION_BACKEND = "d3tree_cpu"
+# Under this name SGLang looks for the platform's own layer operations.
+DISPATCH_KEY = "d3tree_cpu"
 
 # Share of the memory that is free at start-up which the KV cache may take, and its ceiling in tokens. A CPU
 # box runs other things too, and page-touching a huge pool makes start-up slow.
@@ -116,19 +118,39 @@ class PortableCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # SGLang compiles a few small functions (rotary embedding among them) on first use: half a minute of C++
         # compilation per process, and a failure where no compiler is, to save microseconds.
         torch.compiler.set_stance("force_eager")
+        from sglang_d3tree.runtime.layers_cpu import register_layers
+
+        register_layers(DISPATCH_KEY)
         if "OMP_NUM_THREADS" not in os.environ:
             # Containers often show more cores to OpenMP than the scheduler lets a process use.
             torch.set_num_threads(len(os.sched_getaffinity(0)))
 
+    def get_dispatch_key_name(self) -> str:
+        # A name of our own: "cpu" would select SGLang's kernels for its own CPU engine.
+        return DISPATCH_KEY
+
+    def post_load_model(self, model: torch.nn.Module) -> None:
+        """Runs for target and drafter alike: packed weights, and the short loop where a stack is one it knows."""
+        from sglang_d3tree.runtime.decoder_cpu import install
+        from sglang_d3tree.runtime.linear_cpu import pack_model
+
+        pack_model(model, amx=_cpu_has("amx_bf16"))
+        install(model)
+
 
 def _cpu_multiplies_bfloat16() -> bool:
     """Whether the CPU has bfloat16 dot products (AVX512_BF16, AMX or the Arm equivalent)."""
+    return _cpu_has("avx512_bf16", "amx_bf16", " bf16")
+
+
+def _cpu_has(*features: str) -> bool:
+    """Whether the system lists one of these features for its processors."""
     try:
         with open("/proc/cpuinfo") as cpuinfo:
-            features = cpuinfo.read()
+            listed = cpuinfo.read()
     except OSError:
         return False
-    return any(name in features for name in ("avx512_bf16", "amx_bf16", " bf16"))
+    return any(name in listed for name in features)
 
 
 def _kv_tokens(server_args: Any) -> int:

@@ -22,7 +22,7 @@ import torch
 
 from sgl_kernel_ext.dispatch import register
 from sgl_kernel_ext.reference import attention as reference
-from sgl_kernel_ext.reference import head, tree
+from sgl_kernel_ext.reference import head, kv, layers, linear, tree
 from sgl_kernel_ext.reference.attention import ATTENTION_MODES, AttentionMode, check_attention_inputs
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -66,6 +66,12 @@ def _library_path(name: str) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions")
     return root / f"sgl_kernel_ext_{name}_{identity[:16]}" / f"{name}.so"
+
+
+def sources_digest() -> str:
+    """What tells one state of these kernels from another: whoever keeps times measured with them keeps this too."""
+    sources = sorted(source for source in SOURCES.iterdir() if source.suffix in (".cpp", ".h"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:8]
 
 
 def _cpu_features() -> str:
@@ -121,7 +127,7 @@ def build_all() -> bool:
     Returns:
         Whether all of them run in C++; otherwise the warning has been given and the reference answers.
     """
-    return all([ops() is not None for ops in (attention_ops, tree_ops, head_ops)])
+    return all([ops() is not None for ops in (attention_ops, tree_ops, head_ops, layer_ops, linear_ops)])
 
 
 @functools.cache
@@ -140,6 +146,18 @@ def tree_ops() -> object | None:
 def head_ops() -> object | None:
     """The operators of head.cpp, or None (after the warning) when they cannot be built."""
     return _ops_or_warning("head")
+
+
+@functools.cache
+def layer_ops() -> object | None:
+    """The operators of layers.cpp, or None (after the warning) when they cannot be built."""
+    return _ops_or_warning("layers")
+
+
+@functools.cache
+def linear_ops() -> object | None:
+    """The operators of linear.cpp, or None (after the warning) when they cannot be built."""
+    return _ops_or_warning("linear")
 
 
 def _ops_or_warning(name: str) -> object | None:
@@ -212,22 +230,37 @@ def paged_attention(
     )  # fmt: skip
 
 
-def _kernel(name: str, specification: Callable[..., Any], find_ops: Callable[[], object | None]) -> Callable[..., Any]:
+def _kernel(specification: Callable[..., Any], operators: Callable[[], object | None]) -> Callable[..., Any]:
+    @functools.cache
+    def overload() -> Callable[..., Any] | None:
+        # Looking for the right overload at every call would cost as much as a small kernel takes.
+        ops = operators()
+        return None if ops is None else getattr(ops, specification.__name__).default
+
     @functools.wraps(specification)
     def kernel(*args: Any) -> Any:
-        ops = find_ops()
+        compiled = overload()
         # The C++ operators have no derivative; a trainer that wants one gets the reference.
-        if ops is None or (torch.is_grad_enabled() and any(getattr(arg, "requires_grad", False) for arg in args)):
+        if compiled is None or (torch.is_grad_enabled() and any(getattr(arg, "requires_grad", False) for arg in args)):
             return specification(*args)
-        return getattr(ops, name)(*args)
+        return compiled(*args)
 
     return kernel
 
 
 TREE_KERNELS = ("draft_candidates", "build_tree", "path_product", "fill_rows", "layout_rows", "matching_child")
+LAYER_KERNELS = ("rms_norm", "add_rms_norm", "silu_and_mul", "rotate", "rotate_and_store")
+KV_KERNELS = ("compact_kv", "store_kv")
+LINEAR_KERNELS = ("pack_weight", "packed_linear")
 
 register("paged_attention", "reference", reference.paged_attention)
 register("paged_attention", "cpp", paged_attention)
 for _name in TREE_KERNELS:
-    register(_name, "cpp", _kernel(_name, getattr(tree, _name), tree_ops))
-register("path_edges", "cpp", _kernel("path_edges", head.path_edges, head_ops))
+    register(_name, "cpp", _kernel(getattr(tree, _name), tree_ops))
+for _name in LAYER_KERNELS:
+    register(_name, "cpp", _kernel(getattr(layers, _name), layer_ops))
+for _name in KV_KERNELS:
+    register(_name, "cpp", _kernel(getattr(kv, _name), layer_ops))
+for _name in LINEAR_KERNELS:
+    register(_name, "cpp", _kernel(getattr(linear, _name), linear_ops))
+register("path_edges", "cpp", _kernel(head.path_edges, head_ops))

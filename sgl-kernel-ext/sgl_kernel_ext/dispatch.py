@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from sgl_kernel_ext.reference import head, kv, tree
+from sgl_kernel_ext.reference import head, kv, layers, linear, tree
 
 Kernel = Callable[..., Any]
 
@@ -25,6 +25,14 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "layout_rows": {"reference": tree.layout_rows},
     "matching_child": {"reference": tree.matching_child},
     "compact_kv": {"reference": kv.compact_kv},
+    "store_kv": {"reference": kv.store_kv},
+    "pack_weight": {"reference": linear.pack_weight},
+    "packed_linear": {"reference": linear.packed_linear},
+    "rms_norm": {"reference": layers.rms_norm},
+    "add_rms_norm": {"reference": layers.add_rms_norm},
+    "silu_and_mul": {"reference": layers.silu_and_mul},
+    "rotate": {"reference": layers.rotate},
+    "rotate_and_store": {"reference": layers.rotate_and_store},
 }
 
 PREFERENCE: dict[str, tuple[str, ...]] = {"cuda": ("triton", "reference"), "cpu": ("cpp", "reference")}

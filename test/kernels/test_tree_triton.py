@@ -198,7 +198,7 @@ def test_the_table_offers_them_for_cuda() -> None:
     for name in ("draft_candidates", "build_tree", "path_product", "fill_rows", "layout_rows", "matching_child"):
         assert dispatch.get_kernel(name, "cuda") is getattr(triton_kernels, name)
     assert dispatch.get_kernel("compact_kv", "cuda") is triton_kernels.compact_kv
-    assert dispatch.get_kernel("compact_kv", "cpu") is kv.compact_kv
+    assert dispatch.get_kernel("compact_kv", "cpu") is dispatch.KERNELS["compact_kv"]["cpp"]
 
 
 # Types of the arguments in order (constants left out), then the constants; the sizes are those of a real round:

@@ -16,6 +16,7 @@ from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sgl_kernel_ext.cpu import attention_ops
 from sgl_kernel_ext.dispatch import get_kernel
 from sgl_kernel_ext.reference.attention import AttentionMode
+from sglang_d3tree.runtime.kv_pool_cpu import CpuMHATokenToKVPool
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -140,12 +141,24 @@ class D3TreeCpuAttnBackend(AttentionBackend):
             [T, Hq * Dv] in q's dtype.
         """
         _check_layer(layer, kwargs)
-        rows = self.forward_metadata
-        assert rows is not None, "init_forward_metadata must run before the layers"
+        rows = self._rows()
         if save_kv_cache and k is not None and v is not None:
             location = KVWriteLoc.for_batch(forward_batch, swa_loc=rows.window_write_slots)
             self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+        return self.attend(layer, q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim))
 
+    forward_decode = forward_extend
+
+    def attend(self, layer: RadixAttention, q: torch.Tensor) -> torch.Tensor:
+        """Attention over what the cache holds, this forward's rows included.
+
+        Args:
+            q: [T, Hq, Dh].
+
+        Returns:
+            [T, Hq * Dv] in q's dtype.
+        """
+        rows = self._rows()
         slot_table, req_rows = rows.slot_table, rows.req_rows
         if self._window_pool is not None and self._window_pool.layers_mapping[layer.layer_id][1]:
             assert rows.window_slot_table is not None and rows.window_req_rows is not None
@@ -153,7 +166,7 @@ class D3TreeCpuAttnBackend(AttentionBackend):
 
         mode, ancestor_mask = _layer_mode(layer, rows)
         out = self._paged_attention(
-            q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            q,
             self.token_to_kv_pool.get_key_buffer(layer.layer_id),
             self.token_to_kv_pool.get_value_buffer(layer.layer_id),
             slot_table,
@@ -168,7 +181,19 @@ class D3TreeCpuAttnBackend(AttentionBackend):
         )
         return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
-    forward_decode = forward_extend
+    def _rows(self) -> AttentionRows:
+        assert self.forward_metadata is not None, "init_forward_metadata must run before the layers"
+        return self.forward_metadata
+
+    def takes_rows_of(self, dtype: torch.dtype) -> bool:
+        """Whether K and V rows of this type go into the cache as they are, at the slots that a batch names."""
+        pool = self.token_to_kv_pool
+        return type(pool) is CpuMHATokenToKVPool and pool.holds_rows_of(dtype)
+
+    def kv_buffers(self, layer: RadixAttention) -> tuple[torch.Tensor, torch.Tensor]:
+        """[slots, Hkv, Dh] and [slots, Hkv, Dv] of one layer."""
+        keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        return keys, values
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of a padding request: one token, so that its single decode row has an empty prefix."""

@@ -22,11 +22,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.layers.linear import LinearBase
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 
+from sgl_kernel_ext.cpu import sources_digest
 from sglang_d3tree.paths import cache_directory
 from sglang_d3tree.policy.cost import (
     FILE_VARIABLE,
@@ -110,7 +112,10 @@ def profile_key(worker: D3TreeWorker) -> ProfileKey:
         dtype=str(worker.model_runner.dtype).removeprefix("torch."),
         device=_device_name(worker.device),
         threads=torch.get_num_threads(),
-        versions=f"torch {torch.__version__}, sglang {version('sglang')}, sglang-d3tree {version('sglang-d3tree')}",
+        versions=(
+            f"torch {torch.__version__}, sglang {version('sglang')}, sglang-d3tree {version('sglang-d3tree')}, "
+            f"kernels {sources_digest()}"
+        ),
     )
 
 
@@ -200,13 +205,14 @@ class _Bench:
     # ------------------------------------------------------------ what is timed
 
     def tile(self) -> int:
-        """The row tile of this machine's matrix products, on one matrix of every shape the target has."""
-        matrices = {
-            tuple(p.shape): p
-            for name, p in self._worker.model_runner.model.named_parameters()
-            if p.dim() == 2 and "embed" not in name and "visual" not in name and p.shape[0] < 32768
+        """The row tile of this machine's matrix products, on one linear layer of every shape the target has."""
+        layers: dict[tuple[int, ...], Any] = {
+            tuple(module.weight.shape): module
+            for name, module in self._worker.model_runner.model.named_modules()
+            if isinstance(module, LinearBase) and "visual" not in name and hasattr(module, "weight")
         }
-        if not matrices or not all(p.is_floating_point() for p in matrices.values()):
+        weights = [layer.weight for layer in layers.values()]
+        if not weights or not all(weight.is_floating_point() for weight in weights):
             # Quantised weights go through kernels of their own: no tile is known, and none is assumed.
             return find_tile([1], [1.0])
         # Two whole tiles of the widest kind to look for; CPU kernels know none above 64.
@@ -215,7 +221,7 @@ class _Bench:
         best = dict.fromkeys(rows, float("inf"))
         for _ in range(3):
             for count in rows:
-                inputs = [(p, torch.ones(count, p.shape[1], dtype=p.dtype, device=p.device)) for p in matrices.values()]
+                inputs = [(layer, layer.weight.new_ones(count, layer.weight.shape[1])) for layer in layers.values()]
                 best[count] = min(best[count], self._timed(partial(_products, inputs)))
         return find_tile(list(rows), list(best.values()))
 
@@ -363,9 +369,9 @@ class _Bench:
         return best
 
 
-def _products(inputs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for weight, rows in inputs:
-        torch.nn.functional.linear(rows, weight)
+def _products(inputs: list[tuple[Any, torch.Tensor]]) -> None:
+    for layer, rows in inputs:
+        layer.quant_method.apply(layer, rows, None)
 
 
 def _grid(largest: int) -> list[int]:

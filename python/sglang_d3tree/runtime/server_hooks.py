@@ -37,10 +37,12 @@ def hooks() -> list[Any]:
 
         allocation = "sglang.srt.mem_cache.allocation"
         runner = "sglang.srt.model_executor.model_runner.ModelRunner"
+        updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
         rows += [
             Hook(f"{allocation}.assign_req_to_token_pool_func", assign_req_to_token, "REPLACE", "scheduler"),
             Hook(f"{allocation}.get_last_loc", last_slots, "REPLACE", "scheduler"),
             Hook("sglang.srt.layers.sampler.murmur_hash32", murmur_hash32, "REPLACE", "scheduler"),
+            Hook(f"{updater}.update_weights_from_tensor", after_update_weights, "AFTER", "scheduler"),
             Hook(f"{runner}.maybe_enable_batch_invariant_mode", skip_batch_invariant_kernels, "REPLACE", "scheduler"),
         ]
     return rows
@@ -128,6 +130,14 @@ def skip_batch_invariant_kernels(runner: Any) -> None:
 
     The batch-invariant ones that SGLang would install are Triton kernels, and asking for them ends the start-up.
     """
+
+
+def after_update_weights(result: Any, updater: Any, *args: Any, **kwargs: Any) -> Any:
+    """The packed copies of the weights follow loaders that do not go through the model's ``load_weights``."""
+    from sglang_d3tree.runtime.linear_cpu import repack_model
+
+    repack_model(updater.get_model())
+    return result
 
 
 def after_validate_request(result: str | None, req: Any, enable_overlap: bool) -> str | None:

@@ -70,6 +70,8 @@ def target_parts(target_model: Any, draft_model: Any, token_map: torch.Tensor | 
     from sglang.srt.speculative.dflash_utils import is_dense_head_weight
     from sglang.srt.speculative.dflash_worker_v2 import _resolve_dflash_embedding_module
 
+    from sglang_d3tree.runtime.linear_cpu import head_product
+
     embedding = _resolve_dflash_embedding_module(draft_model, target_model)
     head = target_model.lm_head
     if not is_dense_head_weight(head.weight):
@@ -80,10 +82,13 @@ def target_parts(target_model: Any, draft_model: Any, token_map: torch.Tensor | 
         token_map = token_map.to(weight.device)
         weight = weight[token_map].contiguous()
 
+    product = head_product(head, weight)
+
     def logits(hidden: torch.Tensor) -> torch.Tensor:
         # The drafted positions are a slice of their blocks; torch multiplies such a tensor batch by batch, on a CPU
         # twenty times slower than the same rows lying together.
-        return torch.nn.functional.linear(hidden.to(weight.dtype).contiguous(), weight)
+        rows = hidden.to(weight.dtype).reshape(-1, hidden.shape[-1])
+        return product(rows).view(*hidden.shape[:-1], -1)
 
     return TargetParts(embedding, logits, weight.shape[0], token_map)
 

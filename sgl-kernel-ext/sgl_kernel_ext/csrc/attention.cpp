@@ -7,8 +7,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -22,9 +20,12 @@
 #include <numeric>
 #include <vector>
 
+#include "simd.h"
+
 namespace {
 
-constexpr int64_t kLanes = 16;
+using namespace sgl_kernel_ext;
+
 constexpr int64_t kBlockKeys = 64;      // keys gathered at once: K and V of a block stay in the L1/L2 cache
 constexpr int64_t kTileQueries = 96;    // query rows x grouped heads that share one gathered block
 constexpr int64_t kFewQueries = 16;     // up to here memory is the limit, and slots are read whole, head after head
@@ -39,76 +40,10 @@ constexpr int kTileRows = 6, kTileVecs = 4;
 constexpr int kTileRows = 6, kTileVecs = 1;
 #endif
 
-using Vec = float __attribute__((vector_size(64)));
-using IntVec = int32_t __attribute__((vector_size(64)));
-using HalfWords = uint16_t __attribute__((vector_size(32)));
-using Words = uint32_t __attribute__((vector_size(64)));
-
 enum class Mode : int64_t { kCausal = 0, kBidirectional = 1, kTree = 2 };
 
 inline int64_t round_up(int64_t value, int64_t step) {
   return (value + step - 1) / step * step;
-}
-
-inline Vec splat(float value) {
-  const float v = value;  // a plain broadcast; 0 + value would cost an addition to keep the sign of zeros
-  return Vec{v, v, v, v, v, v, v, v, v, v, v, v, v, v, v, v};
-}
-
-inline Vec load(const float* from) {
-  Vec out;
-  std::memcpy(&out, from, sizeof(out));
-  return out;
-}
-
-inline void store(float* to, Vec value) {
-  std::memcpy(to, &value, sizeof(value));
-}
-
-inline Vec load(const at::BFloat16* from) {
-  HalfWords words;
-  std::memcpy(&words, from, sizeof(words));
-  const Words wide = __builtin_convertvector(words, Words) << 16;
-  Vec out;
-  std::memcpy(&out, &wide, sizeof(out));
-  return out;
-}
-
-inline Vec load(const at::Half* from) {
-  Vec out;
-  for (int64_t i = 0; i < kLanes; ++i) out[i] = static_cast<float>(from[i]);
-  return out;
-}
-
-inline Vec select(IntVec condition, Vec yes, Vec no) {
-  return reinterpret_cast<Vec>((condition & reinterpret_cast<IntVec>(yes)) |
-                               (~condition & reinterpret_cast<IntVec>(no)));
-}
-
-inline Vec vec_max(Vec a, Vec b) {
-  return select(a > b, a, b);
-}
-
-inline Vec vec_min(Vec a, Vec b) {
-  return select(a < b, a, b);
-}
-
-// e^x to about two units in the last place; exactly 0 below -87, so that hidden keys weigh nothing.
-inline Vec vec_exp(Vec x) {
-  const Vec lowest = splat(-87.0f);
-  const Vec clamped = vec_min(vec_max(x, lowest), splat(88.0f));
-  const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const Vec power = (clamped * 1.44269504f + shift) - shift;
-  const Vec rest = clamped - power * 0.693145752f - power * 1.42860677e-6f;
-  Vec sum = splat(1.0f / 5040) * rest + 1.0f / 720;
-  sum = sum * rest + 1.0f / 120;
-  sum = sum * rest + 1.0f / 24;
-  sum = sum * rest + 1.0f / 6;
-  sum = sum * rest + 0.5f;
-  sum = sum * rest + 1.0f;
-  sum = sum * rest + 1.0f;
-  const IntVec exponent = (__builtin_convertvector(power, IntVec) + 127) << 23;
-  return select(x > lowest, sum * reinterpret_cast<Vec>(exponent), Vec{});
 }
 
 inline Vec vec_tanh(Vec x) {
@@ -431,14 +366,6 @@ void write_rows(const Call& call, const Item& item, int64_t kv_head, const float
       for (int64_t d = 0; d < call.value_dim; ++d) to[d] = static_cast<T>(sums[d] * factor);
     }
   }
-}
-
-template <typename Fn>
-void with_type(at::ScalarType type, Fn&& fn) {
-  if (type == at::kFloat) return fn(float{});
-  if (type == at::kBFloat16) return fn(at::BFloat16{});
-  if (type == at::kHalf) return fn(at::Half{});
-  TORCH_CHECK_TYPE(false, "paged_attention: float32, bfloat16 or float16 expected, got ", type);
 }
 
 // The keys that every row of the item sees, so that blocks inside need no mask.

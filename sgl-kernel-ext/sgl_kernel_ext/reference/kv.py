@@ -1,4 +1,4 @@
-"""Moving KV rows in plain torch: the specification of the kernel that leaves an accepted path in consecutive slots."""
+"""Writing and moving KV rows in plain torch: the specification of the kernels that do it."""
 
 from collections.abc import Sequence
 
@@ -15,3 +15,15 @@ def compact_kv(caches: Sequence[Tensor], target: Tensor, source: Tensor) -> None
     target, source = target.flatten(), source.flatten()
     for cache in caches:
         cache[target] = cache[source]
+
+
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Write row t of k and v to slot slots[t], in place; what a slot named twice holds is not specified.
+
+    k [T, Hkv, Dh], v [T, Hkv, Dv]; caches [S, Hkv, Dh] and [S, Hkv, Dv] of the same dtype; slots [T] int64. Raises
+    IndexError for a slot outside the cache.
+    """
+    if slots.numel() > 0 and slots.device.type == "cpu" and int(slots.min()) < 0:
+        raise IndexError("store_kv: negative slot")
+    k_cache[slots] = k
+    v_cache[slots] = v
