@@ -90,7 +90,10 @@ class Engine:
     def decoding(self, requests: int, context: int) -> Callable[[], torch.Tensor]:
         """Prefill that many made-up prompts; the function returned decodes one token of each and says which."""
         self._runner.clear()
-        prompts = torch.randint(20, 10_000, (requests, context), generator=torch.Generator().manual_seed(requests))
+        words = self.model.lm_head.weight.shape[0]
+        generator = torch.Generator().manual_seed(requests)
+        # The first tokens of a vocabulary have meanings of their own.
+        prompts = torch.randint(min(20, words // 2), min(10_000, words), (requests, context), generator=generator)
         made = self._bench.prepare_synthetic_inputs_for_latency_test(requests, context, prompts.tolist())
         tokens, _, batch = self._runner.extend(made)
 

@@ -27,10 +27,11 @@ stack = engine.model.model
 decoder = stack.forward.args[0]
 runs = {"loop": [], "stock": []}
 
-def both(input_ids, positions, batch, input_embeds=None, pp_proxy_tensors=None):
-    calls = {"stock": decoder.stock_forward, "loop": lambda *args: decoder_cpu.target_forward(decoder, *args)}
+calls = {"stock": decoder.stock_forward, "loop": lambda *args, **kw: decoder_cpu.target_forward(decoder, *args, **kw)}
+
+def both(*args, **kwargs):
     for name, call in calls.items():
-        runs[name].append(call(input_ids, positions, batch, input_embeds))
+        runs[name].append(call(*args, **kwargs))
     return runs["loop"][-1]
 
 stack.forward = both
@@ -42,9 +43,8 @@ scale = max(a.abs().max().item() for a in runs["stock"])
 stack.layers_to_capture = [0, 2, 3]
 seen = {}
 def capturing(*args, **kwargs):
-    calls = {"stock": decoder.stock_forward, "loop": lambda *a: decoder_cpu.target_forward(decoder, *a)}
     for name, call in calls.items():
-        hidden, captured = call(*args, *kwargs.values())
+        hidden, captured = call(*args, **kwargs)
         seen[name] = [hidden, *captured]
     return hidden
 stack.forward = capturing
