@@ -12,6 +12,8 @@ from support.exact import greedy_ids, tokenizer_of
 from support.prompts import IMAGE, Prompt, data_uri, drawn, image_prompts, text_prompts, user
 from support.servers import Server, without_times
 
+from sglang_d3tree.demo import workloads
+
 pytestmark = pytest.mark.timeout(900)
 
 PROMPTS = text_prompts() + image_prompts()
@@ -92,6 +94,20 @@ def test_ending_where_the_model_ends(stock: Server, d3tree: Server, expected: di
         ours = by_name[prompt.name]
         assert (ours["text"], ours["output_ids"]) == (theirs["text"], theirs["output_ids"])
         assert ours["meta_info"]["finish_reason"] == theirs["meta_info"]["finish_reason"]
+
+
+@pytest.mark.parametrize("kind", list(workloads.KINDS))
+def test_what_the_demo_asks_is_answered_as_by_stock(kind: str, stock: Server, d3tree: Server) -> None:
+    """Held-out requests as clients send them, to their own end: a word for a picture, a hundred tokens for a text."""
+    asked = [request.body() for request in workloads.requests_of(kind, 4)]
+
+    def answers(server: Server) -> list[tuple[str, str]]:
+        replies = at_once(lambda body: server.post("/v1/chat/completions", body).json(), asked, concurrency=4)
+        return [(c["message"]["content"], c["finish_reason"]) for c in (reply["choices"][0] for reply in replies)]
+
+    found = answers(d3tree)
+    assert found == answers(stock)
+    assert all(text for text, _ in found)
 
 
 def test_repeated_image_comes_from_the_radix_cache(d3tree: Server, expected: dict[str, list[int]]) -> None:
