@@ -253,7 +253,7 @@ def test_starts_with_no_other_flag(bare: Server) -> None:
 
 
 def test_log_says_once_that_there_is_no_trained_head(bare: Server) -> None:
-    assert bare.log().count("survival is the draft path probability") == 1
+    assert bare.log().count("Survival is the draft path probability (no trained head)") == 1
 
 
 def test_idle_server_leaves_the_cores_alone(bare: Server) -> None:
