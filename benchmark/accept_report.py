@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_d3tree.demo.evaluate import tokens_per_round
 from sglang_d3tree.train.replay import Replayed, total
 
 BOOTSTRAP = 1000
@@ -34,16 +34,11 @@ class AcceptLength:
 
 
 def accept_length(kind: str, method: str, rows: int, limit: float, replays: Sequence[Replayed]) -> AcceptLength:
-    """Ratio of sums: long answers count by their rounds, as they do for whoever waits for them."""
-    whole, rng = total(replays), random.Random(0)
-    means = []
-    for _ in range(BOOTSTRAP):
-        sample = rng.choices(replays, k=len(replays))
-        means.append(sum(r.tokens for r in sample) / sum(r.rounds for r in sample))
-    means.sort()
+    """The mean and interval of ``tokens_per_round``, with the rows that were spent."""
+    whole = total(replays)
+    interval = tokens_per_round([(r.tokens, r.rounds) for r in replays], BOOTSTRAP)
     return AcceptLength(
-        kind, method, rows, whole.rows / whole.rounds, limit, len(replays), whole.rounds, whole.tokens / whole.rounds,
-        means[int(0.025 * BOOTSTRAP)], means[int(0.975 * BOOTSTRAP)],
+        kind, method, rows, whole.rows / whole.rounds, limit, len(replays), whole.rounds, *interval
     )  # fmt: skip
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import shlex
 import statistics
 import subprocess
@@ -31,6 +30,7 @@ import torch
 from load_machine import OtherLoad
 
 from sglang_d3tree.demo.pair import prepare_pair
+from sglang_d3tree.machine import processor_name
 
 ENGINES = ("torch_native", "general", "platform")
 
@@ -255,14 +255,6 @@ def report(record: dict[str, Any]) -> str:
     return "\n".join([*lines, "", said, ""])
 
 
-def _machine() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="results/engine-cpu", help="OUT.json and OUT.md")
@@ -282,7 +274,7 @@ def main() -> None:
     results = compare(options)
     record = {
         "command": shlex.join(["python", *sys.argv]),
-        "machine": _machine(),
+        "machine": processor_name(),
         "torch": torch.__version__,
         "sglang": version("sglang"),
         **{key: getattr(options, key) for key in ("threads", "dtype", "context", "repeats")},

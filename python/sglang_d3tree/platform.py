@@ -15,6 +15,8 @@ import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities, PlatformEnum, SRTPlatform
 
+from sglang_d3tree.machine import has_feature
+
 logger = logging.getLogger(__name__)
 
 PLATFORM_GROUP = "sglang.srt.platforms"
@@ -134,23 +136,13 @@ class PortableCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang_d3tree.runtime.decoder_cpu import install
         from sglang_d3tree.runtime.linear_cpu import pack_model
 
-        pack_model(model, amx=_cpu_has("amx_bf16"))
+        pack_model(model, amx=has_feature("amx_bf16"))
         install(model)
 
 
 def _cpu_multiplies_bfloat16() -> bool:
     """Whether the CPU has bfloat16 dot products (AVX512_BF16, AMX or the Arm equivalent)."""
-    return _cpu_has("avx512_bf16", "amx_bf16", " bf16")
-
-
-def _cpu_has(*features: str) -> bool:
-    """Whether the system lists one of these features for its processors."""
-    try:
-        with open("/proc/cpuinfo") as cpuinfo:
-            listed = cpuinfo.read()
-    except OSError:
-        return False
-    return any(name in listed for name in features)
+    return has_feature("avx512_bf16", "amx_bf16", " bf16")
 
 
 def _kv_tokens(server_args: Any) -> int:

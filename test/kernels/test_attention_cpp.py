@@ -6,12 +6,12 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from built import ops_or_skip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,18 +24,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 @pytest.fixture(scope="module", autouse=True)
 def needs_the_kernel() -> None:
-    """Without a compiler these tests would compare the reference with itself."""
-    try:
-        cpu.load_ops("attention")
-    except cpu.BuildError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+    ops_or_skip("attention")
 
 
 def random_tree_mask(rows: list[int], gen: torch.Generator) -> torch.Tensor:

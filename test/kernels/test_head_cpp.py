@@ -6,22 +6,18 @@ import math
 
 import pytest
 import torch
+from built import ops_or_skip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sgl_kernel_ext import cpu
 from sgl_kernel_ext.dispatch import KERNELS, get_kernel
 from sgl_kernel_ext.reference import head as reference
 
 
 @pytest.fixture(scope="module", autouse=True)
 def needs_the_kernel() -> None:
-    """Without a compiler these tests would compare the reference with itself."""
-    try:
-        cpu.load_ops("head")
-    except cpu.BuildError as error:
-        pytest.skip(str(error))
+    ops_or_skip("head")
 
 
 def random_inputs(seed: int, requests: int, depth: int, topk: int, rank: int, scale: float) -> tuple[object, ...]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from built import ops_or_skip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,18 +25,7 @@ sizes = st.sampled_from([1, 7, 15, 16, 17, 64, 100, 576])
 
 @pytest.fixture(scope="module", autouse=True)
 def needs_the_kernels() -> None:
-    """Without a compiler these tests would compare the reference with itself."""
-    try:
-        cpu.load_ops("layers")
-    except cpu.BuildError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+    ops_or_skip("layers")
 
 
 def rows_of(generator: torch.Generator, rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from built import ops_or_skip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,21 +20,11 @@ seeds = st.integers(0, 2**31)
 
 
 def supported() -> list[torch.dtype]:
-    try:
-        ops: Any = cpu.load_ops("linear")
-    except cpu.BuildError as error:
-        pytest.skip(str(error), allow_module_level=True)
+    ops = ops_or_skip("linear")
     return [dtype for dtype in linear.PACKED_DTYPES if ops.can_pack(dtype)]
 
 
 dtypes = st.sampled_from(supported())
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @settings(max_examples=200, deadline=None)

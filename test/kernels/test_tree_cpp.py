@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from built import ops_or_skip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tree_accept import random_rows, target_for
@@ -29,18 +30,7 @@ seeds = st.integers(0, 2**31)
 
 @pytest.fixture(scope="module", autouse=True)
 def needs_the_kernels() -> None:
-    """Without a compiler these tests would compare the reference with itself."""
-    try:
-        cpu.load_ops("tree")
-    except cpu.BuildError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+    ops_or_skip("tree")
 
 
 def assert_same(name: str, *args: Any) -> None:

@@ -54,15 +54,23 @@ class AcceptLength:
 
 
 def accept_length(kind: str, policy: str, answers: Sequence[Rounds], seed: int = 0) -> AcceptLength:
-    """Ratio of sums: long answers count by their rounds, as they do for whoever waits for them."""
+    """The mean and interval of ``tokens_per_round`` as a line of the report."""
+    interval = tokens_per_round([(a.tokens, a.rounds) for a in answers], BOOTSTRAP, seed)
+    return AcceptLength(kind, policy, len(answers), sum(a.rounds for a in answers), *interval)
+
+
+def tokens_per_round(answers: Sequence[tuple[int, int]], resamples: int, seed: int = 0) -> tuple[float, float, float]:
+    """Mean, low and high of a 95 % bootstrap interval over answers of (tokens, rounds).
+
+    Ratio of sums: long answers count by their rounds, as they do for whoever waits for them.
+    """
     rng = random.Random(seed)
 
-    def ratio(sample: Sequence[Rounds]) -> float:
-        return sum(a.tokens for a in sample) / max(1, sum(a.rounds for a in sample))
+    def ratio(sample: Sequence[tuple[int, int]]) -> float:
+        return sum(tokens for tokens, _ in sample) / max(1, sum(rounds for _, rounds in sample))
 
-    means = sorted(ratio(rng.choices(answers, k=len(answers))) for _ in range(BOOTSTRAP))
-    low, high = means[int(0.025 * BOOTSTRAP)], means[int(0.975 * BOOTSTRAP)]
-    return AcceptLength(kind, policy, len(answers), sum(a.rounds for a in answers), ratio(answers), low, high)
+    means = sorted(ratio(rng.choices(answers, k=len(answers))) for _ in range(resamples))
+    return ratio(answers), means[int(0.025 * resamples)], means[int(0.975 * resamples)]
 
 
 def ask(url: str, request: workloads.Request, **options: Any) -> Rounds:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 
 from sgl_kernel_ext.cpu import sources_digest
+from sglang_d3tree.machine import processor_name
 from sglang_d3tree.paths import cache_directory
 from sglang_d3tree.policy.cost import (
     FILE_VARIABLE,
@@ -127,11 +127,7 @@ def _shapes(model: torch.nn.Module) -> str:
 def _device_name(device: str) -> str:
     if torch.device(device).type == "cuda":
         return str(torch.cuda.get_device_name())
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return processor_name()
 
 
 def _cache_path(key: ProfileKey) -> Path:

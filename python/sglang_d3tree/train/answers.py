@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,6 +62,13 @@ class Job:
     max_new: int
     draws: torch.Tensor
     image: ImagePrompt | None = None
+
+
+def load_image_model(target_dir: Path) -> Any:
+    """The whole target by transformers, float32, for ``prepare_image``."""
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    return Qwen2_5_VLForConditionalGeneration.from_pretrained(target_dir, dtype=torch.float32).eval()
 
 
 @torch.inference_mode()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from sglang_d3tree.train.answers import Job, answer, prepare_image
+from sglang_d3tree.train.answers import Job, answer, load_image_model, prepare_image
 from sglang_d3tree.train.image_prompts import ImageQuestion, image_questions
 from sglang_d3tree.train.prompts import Prompt, build_prompts
 from sglang_d3tree.train.shards import DataOptions, claim_directory, save_shard, shard_paths
@@ -59,10 +59,10 @@ def make_jobs(prompts: Sequence[Prompt], tokenizer: Any, draws: Draws) -> list[J
 
 def make_image_jobs(questions: Sequence[ImageQuestion], target_dir: Path, draws: Draws) -> list[Job]:
     """Jobs of one shard of questions about images."""
-    from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
+    from transformers import AutoProcessor
 
     processor = AutoProcessor.from_pretrained(target_dir)
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(target_dir, dtype=torch.float32).eval()
+    model = load_image_model(target_dir)
     jobs = []
     for question, (temperature, max_new, uniform) in zip(questions, draws, strict=False):
         ids, image = prepare_image(model, processor, question.image, question.prompt.text)

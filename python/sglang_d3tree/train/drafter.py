@@ -195,6 +195,11 @@ class Trainer:
         """Everything that is trained."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
+    @property
+    def averages(self) -> list[tuple[nn.Module, nn.Module]]:
+        """Modules that follow trained ones slowly, with those they follow."""
+        return [(self.average, self.model)]
+
     def train_step(self) -> float:
         """One update; returns the loss. The batch depends on (seed, step, rank) alone, so resuming repeats nothing."""
         o, began = self.options, time.monotonic()
@@ -212,8 +217,9 @@ class Trainer:
         self.step += 1
         decay = min(o.ema, (1 + self.step) / (10 + self.step))
         with torch.no_grad():
-            for mean, p in zip(self.average.parameters(), self.model.parameters(), strict=True):
-                mean.lerp_(p, 1 - decay)
+            for average, module in self.averages:
+                for mean, p in zip(average.parameters(), module.parameters(), strict=True):
+                    mean.lerp_(p, 1 - decay)
         self.seconds += seconds
         return float(loss.detach())
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from sglang_d3tree.fingerprint import checkpoint_fingerprint
-from sglang_d3tree.train.answers import Conversation, ImagePrompt, prepare_image
+from sglang_d3tree.train.answers import Conversation, ImagePrompt, load_image_model, prepare_image
 from sglang_d3tree.train.data import target_fingerprint
 from sglang_d3tree.train.drafter_blocks import anchor_range
 from sglang_d3tree.train.drafting import Models, draft, load_models
@@ -115,9 +115,9 @@ class Images:
 
     def _load(self) -> tuple[object, object]:
         if self._models is None:
-            from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
+            from transformers import AutoProcessor
 
-            model = Qwen2_5_VLForConditionalGeneration.from_pretrained(self._target_dir, dtype=torch.float32).eval()
+            model = load_image_model(self._target_dir)
             self._models = model, AutoProcessor.from_pretrained(self._target_dir)
         return self._models
 

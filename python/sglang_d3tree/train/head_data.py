@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sglang_d3tree.train.replay import whole_paths
+
 
 @dataclass(frozen=True)
 class HeadData:
@@ -74,12 +76,8 @@ def accepted_rows(data: HeadData) -> Tensor:
     """Tree rows [n, N] bool that the target accepts: the anchor, and nodes that continue an accepted parent."""
     parents = data.tree_parents.long()
     continues = data.tree_targets.gather(1, parents) == data.tree_tokens
-    accepted = data.tree_valid & (data.tree_depths == 0)
-    for depth in range(1, data.token_ids.shape[1] + 1):
-        accepted = accepted | (
-            data.tree_valid & (data.tree_depths == depth) & continues & accepted.gather(1, parents)
-        )
-    return accepted
+    anchors, horizon = data.tree_valid & (data.tree_depths == 0), data.token_ids.shape[1]
+    return whole_paths(anchors, data.tree_valid & continues, data.tree_depths, parents, horizon)
 
 
 def path_in_tree(data: HeadData) -> Tensor:

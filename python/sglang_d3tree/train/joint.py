@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from sgl_kernel_ext.reference.head import log_chance
 from sglang_d3tree.head_file import HeadFile, load_head, save_head
@@ -114,13 +114,9 @@ class JointTrainer(Trainer):
     def loss(self, batch: BlockBatch, rng: torch.Generator) -> Tensor:
         return joint_loss(self, self.survival, batch, self.joint, rng)
 
-    def train_step(self) -> float:
-        loss = super().train_step()
-        decay = min(self.options.ema, (1 + self.step) / (10 + self.step))
-        with torch.no_grad():
-            for mean, p in zip(self.survival_average.parameters(), self.survival.parameters(), strict=True):
-                mean.lerp_(p, 1 - decay)
-        return loss
+    @property
+    def averages(self) -> list[tuple[nn.Module, nn.Module]]:
+        return [*super().averages, (self.survival_average, self.survival)]
 
     def state(self) -> dict[str, Any]:
         return super().state() | {

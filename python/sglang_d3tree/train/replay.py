@@ -67,9 +67,15 @@ def accepted_nodes(tree: CandidateTree, continuation: Tensor) -> Tensor:
     """Rows [A, N] bool whose whole path is what the target says, continuation [A, D] as in Drafts; anchors always."""
     says = continuation.gather(1, (tree.depths - 1).clamp(min=0))
     right = tree.valid & (says == tree.token_ids)
-    accepted = tree.valid & (tree.depths == 0)
-    for depth in range(1, tree.horizon + 1):
-        accepted = accepted | (right & (tree.depths == depth) & accepted.gather(1, tree.parents))
+    return whole_paths(tree.valid & (tree.depths == 0), right, tree.depths, tree.parents, tree.horizon)
+
+
+def whole_paths(anchors: Tensor, right: Tensor, depths: Tensor, parents: Tensor, horizon: int) -> Tensor:
+    """Rows [A, N] bool that are right together with all their ancestors: anchors, right [A, N] bool, depths and
+    parents [A, N] as in CandidateTree."""
+    accepted = anchors
+    for depth in range(1, horizon + 1):
+        accepted = accepted | (right & (depths == depth) & accepted.gather(1, parents))
     return accepted
 
 

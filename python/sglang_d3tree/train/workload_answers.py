@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from sglang_d3tree.demo.workloads import ANSWER_TOKENS, Request
-from sglang_d3tree.train.answers import Conversation, Job, answer, prepare_image
+from sglang_d3tree.train.answers import Conversation, Job, answer, load_image_model, prepare_image
 from sglang_d3tree.train.prompts import Prompt
 from sglang_d3tree.train.tower import LanguageTower
 
@@ -21,7 +21,7 @@ def record_answers(
     tower: LanguageTower, target_dir: Path, requests: Sequence[Request], temperature: float, seed: int = 0
 ) -> list[Conversation]:
     """One answer per request, as a server would give it: ended by the model, or after ANSWER_TOKENS tokens."""
-    from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
+    from transformers import AutoProcessor
 
     processor = AutoProcessor.from_pretrained(target_dir)
     model: Any = None
@@ -38,7 +38,7 @@ def record_answers(
             ids = processor.tokenizer(rendered, add_special_tokens=False)["input_ids"]
         else:
             if model is None:
-                model = Qwen2_5_VLForConditionalGeneration.from_pretrained(target_dir, dtype=torch.float32).eval()
+                model = load_image_model(target_dir)
             ids, image = prepare_image(model, processor, picture, text)
         jobs.append(Job(ids, prompt, temperature, ANSWER_TOKENS, draws, image))
     return answer(tower, jobs, stop_ids=[0, int(processor.tokenizer.eos_token_id)], slots=32)

@@ -16,6 +16,8 @@
 
 namespace {
 
+using namespace sgl_kernel_ext;
+
 constexpr float kNever = -std::numeric_limits<float>::infinity();  // log-probability of the impossible
 
 // One depth of one request: its candidates, and what they are worth below each parent.

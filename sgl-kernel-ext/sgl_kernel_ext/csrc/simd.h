@@ -74,13 +74,8 @@ inline Vec vec_min(Vec a, Vec b) {
   return select(a < b, a, b);
 }
 
-// e^x to about two units in the last place; exactly 0 below -87, so that hidden keys weigh nothing.
-inline Vec vec_exp(Vec x) {
-  const Vec lowest = splat(-87.0f);
-  const Vec clamped = vec_min(vec_max(x, lowest), splat(88.0f));
-  const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const Vec power = (clamped * 1.44269504f + shift) - shift;
-  const Vec rest = clamped - power * 0.693145752f - power * 1.42860677e-6f;
+// e^x for what range reduction leaves, |x| up to half of log 2: Taylor's polynomial of degree 7.
+inline Vec exp_polynomial(Vec rest) {
   Vec sum = splat(1.0f / 5040) * rest + 1.0f / 720;
   sum = sum * rest + 1.0f / 120;
   sum = sum * rest + 1.0f / 24;
@@ -88,6 +83,17 @@ inline Vec vec_exp(Vec x) {
   sum = sum * rest + 0.5f;
   sum = sum * rest + 1.0f;
   sum = sum * rest + 1.0f;
+  return sum;
+}
+
+// e^x to about two units in the last place; exactly 0 below -87, so that hidden keys weigh nothing.
+inline Vec vec_exp(Vec x) {
+  const Vec lowest = splat(-87.0f);
+  const Vec clamped = vec_min(vec_max(x, lowest), splat(88.0f));
+  const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Vec power = (clamped * 1.44269504f + shift) - shift;
+  const Vec rest = clamped - power * 0.693145752f - power * 1.42860677e-6f;
+  const Vec sum = exp_polynomial(rest);
   const IntVec exponent = (__builtin_convertvector(power, IntVec) + 127) << 23;
   return select(x > lowest, sum * reinterpret_cast<Vec>(exponent), Vec{});
 }

@@ -32,6 +32,8 @@
 
 namespace {
 
+using namespace sgl_kernel_ext;
+
 constexpr float kNever = -std::numeric_limits<float>::infinity();  // log-probability of the impossible
 constexpr int64_t kBlock = 4 * kLanes;   // entries that one test compares with the worst candidate so far
 constexpr int64_t kChunk = 16 * kBlock;  // entries read twice, for the order and for the sum: they stay in L1
