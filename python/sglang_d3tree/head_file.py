@@ -18,7 +18,8 @@ FLAG = "--speculative-d3tree-head"
 KINDS = ("linear", "path")
 # Not in the drafter's own directory: SGLang takes every safetensors file there for the drafter's weights.
 FOLDER = "tree_head"
-FORMAT = "d3tree-head-1"
+FORMAT = "d3tree-head-2"
+"""1: path heads read log-probabilities; 2: the draft's odds (``tree.head.draft_odds``)."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def load_head(drafter_dir: Path | str, target_dir: Path | str, choice: str = "au
 
 def _read(metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> HeadFile:
     if metadata["format"] != FORMAT:
-        raise ValueError(f"format {metadata['format']}")
+        raise ValueError(f"it has format {metadata['format']}: train it again with 'd3tree train head'")
     path = None
     if metadata["kind"] == "path":
         path = PathWeights(tensors["path.parent"], tensors["path.query"], tensors["path.child"])

@@ -82,6 +82,15 @@ def test_a_damaged_head_is_refused_by_name(pair):
         load_head(drafter, target)
 
 
+def test_a_head_of_an_older_format_is_refused_by_name(pair, monkeypatch):
+    drafter, target = pair
+    with monkeypatch.context() as older:
+        older.setattr("sglang_d3tree.head_file.FORMAT", "d3tree-head-1")
+        save_head(drafter, target, HeadFile(random_head(1, "path"), 8, {}))
+    with pytest.raises(ValueError, match=f"{FLAG} auto.*d3tree-head-1: train it again"):
+        load_head(drafter, target)
+
+
 def test_the_fingerprint_sees_both_ends_of_every_tensor(pair):
     drafter, _ = pair
     seen = {checkpoint_fingerprint(drafter)}

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from sgl_kernel_ext.reference.head import log_chance
 from sglang_d3tree.train.head_fit import HeadModule, child_logits, survival_loss
 from sglang_d3tree.train.head_report import auc, expected_calibration_error, reliability
 from sglang_d3tree.tree.candidates import draft_candidates
@@ -79,10 +80,10 @@ def test_module_has_the_published_number_of_parameters_and_keeps_a_head() -> Non
 
 def test_a_new_module_trusts_the_draft_and_its_path_term_can_learn() -> None:
     module = HeadModule(H, 3, False, 1.0, 1.0)
-    states, children, log_probs = torch.randn(1, D, H), torch.randn(1, D, K, H), torch.randn(1, D, K)
+    states, children, log_probs = torch.randn(1, D, H), torch.randn(1, D, K, H), -torch.rand(1, D, K) - 0.1
     depths = torch.tensor([[0, 2]])
     logits = child_logits(module.weights(), states, children, log_probs, torch.randn(1, 2, H), depths)
-    torch.testing.assert_close(logits, log_probs[:, [0, 2]])
+    torch.testing.assert_close(log_chance(logits, False), log_probs[:, [0, 2]])
     survival_loss(logits, torch.zeros(1, 2, K, dtype=torch.bool), False).sum().backward()
     assert module.child is not None and module.child.grad is not None and module.child.grad.abs().max() > 0
 

@@ -61,8 +61,10 @@ def test_joint_loss_is_the_formula(rank: int, exclusive: bool) -> None:
             log_probs = (embedding @ hidden[a, d]).log_softmax(-1)
             best = log_probs.topk(K).indices.tolist()
             scores = {}
+            none = 1 - float(log_probs[best].exp().sum().detach())
             for c in best:
-                z = w.state @ hidden[a, d] + w.token @ embedding[c] + w.log_prob * log_probs[c] + w.bias
+                x = log_probs[c] - math.log(none) if w.path is not None else log_probs[c]
+                z = w.state @ hidden[a, d] + w.token @ embedding[c] + w.log_prob * x + w.bias
                 if w.path is not None:
                     left = w.path.parent @ embedding[parent] + w.path.query @ hidden[a, d]
                     z = z + left @ (w.path.child @ embedding[c])

@@ -11,7 +11,7 @@ from test_tree_build import random_candidates, random_edges
 from sglang_d3tree.tree.build import build_tree
 from sglang_d3tree.tree.candidates import Candidates
 from sglang_d3tree.tree.edges import draft_edges
-from sglang_d3tree.tree.head import HeadWeights, PathWeights, head_edges, prepare_head
+from sglang_d3tree.tree.head import HeadWeights, PathWeights, draft_odds, head_edges, prepare_head
 from sglang_d3tree.tree.survival import conditional_survival, path_product
 
 WIDTH, RANK, VOCABULARY = 12, 5, 9
@@ -38,8 +38,12 @@ def round_inputs(seed: int, requests: int = 3, horizon: int = 4, topk: int = 5):
 def survival_by_hand(head: HeadWeights, embedding, h, parent: int, ids, log_probs) -> list[float]:
     """METHOD 3 and 3b for one parent, one candidate at a time."""
     logits = []
+    none = max(1e-6, 1 - sum(math.exp(p) for p in log_probs))
     for token, log_prob in zip(ids, log_probs, strict=True):
-        z = head.state @ h + head.token @ embedding[token] + head.log_prob * log_prob + head.bias
+        x = log_prob
+        if head.path is not None:
+            x = log_prob - math.log(none if head.exclusive else max(1e-6, 1 - math.exp(log_prob)))
+        z = head.state @ h + head.token @ embedding[token] + head.log_prob * x + head.bias
         if head.path is not None:
             z = z + (head.path.parent @ embedding[parent] + head.path.query @ h) @ (head.path.child @ embedding[token])
         logits.append(float(z) if log_prob > -torch.inf else -math.inf)
@@ -107,6 +111,25 @@ def test_the_linear_head_prunes_the_draft_s_tree_and_the_path_head_grows_its_own
         trees[kind] = build_tree(candidates, anchors, 8, edges).token_ids
     assert torch.equal(trees["linear"], build_tree(candidates, anchors, 8).token_ids)
     assert not torch.equal(trees["path"], trees["linear"])
+
+
+@pytest.mark.parametrize("exclusive", [False, True])
+def test_a_path_head_without_training_says_exactly_what_the_draft_says(exclusive):
+    embedding, hidden, anchors, candidates = round_inputs(9)
+    zeros, matrix = torch.zeros(WIDTH), torch.zeros(RANK, WIDTH)
+    path = PathWeights(torch.ones(RANK, WIDTH), torch.ones(RANK, WIDTH), matrix)
+    head = HeadWeights(zeros, zeros, torch.tensor(1.0), torch.tensor(0.0), path, exclusive)
+    log_probs = torch.randn(3, 4, 20, generator=torch.Generator().manual_seed(9)).log_softmax(-1)[..., :5]
+    candidates = Candidates(candidates.token_ids, log_probs.contiguous(), candidates.horizons)
+    edges = head_edges(prepare_head(head, [embedding]), candidates, hidden, anchors)
+    torch.testing.assert_close(edges.log_survival[:, 1:], log_probs[:, 1:, None].expand(-1, -1, 5, -1))
+    torch.testing.assert_close(edges.log_survival[:, 0, 0], log_probs[:, 0])
+
+
+def test_odds_of_a_certain_or_an_impossible_candidate_are_no_nan():
+    for exclusive in (False, True):
+        found = draft_odds(torch.tensor([0.0, -torch.inf]), exclusive)
+        assert math.isfinite(found[0]) and found[0] > 10 and found[1] == -torch.inf
 
 
 def test_exclusive_chances_leave_room_for_none():

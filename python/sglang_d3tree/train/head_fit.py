@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sglang_d3tree.train.head_data import HeadData, labelled_parents
-from sglang_d3tree.tree.head import HeadWeights, PathWeights
+from sglang_d3tree.tree.head import HeadWeights, PathWeights, draft_feature
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,8 @@ class FitOptions:
     """How a head is trained.
 
     rank: of the path term; 0 is the published linear head. exclusive: softmax over a parent's candidates and "none of
-    them" instead of a sigmoid for each. rejected: weight of the children of parents that the target rejects; 1 counts
+    them" instead of a sigmoid for each. warmup: share of the steps before the learning rate is whole. ema: of the averaged
+    weights, which are the ones validated and kept. rejected: weight of the children of parents that the target rejects; 1 counts
     all nodes alike, as METHOD 3 says. patience: epochs without a better validation loss before the fit ends.
     """
 
@@ -36,8 +37,10 @@ class FitOptions:
     rejected: float = 1.0
     epochs: int = 20
     batch: int = 64
-    lr: float = 3e-3
+    lr: float = 1e-3
+    warmup: float = 0.05
     weight_decay: float = 0.02
+    ema: float = 0.99
     patience: int = 4
 
 
@@ -50,7 +53,7 @@ class HeadModule(nn.Module):
     def __init__(self, hidden: int, rank: int, exclusive: bool, state_size: float, embedding_size: float) -> None:
         super().__init__()
         self.exclusive, self.state_size, self.embedding_size = exclusive, state_size, embedding_size
-        # The draft's own log-probability is where the fit starts.
+        # The draft's own log-probability is where the fit starts; with a path term, its very chances (draft_odds).
         self.state, self.token = nn.Parameter(torch.zeros(hidden)), nn.Parameter(torch.zeros(hidden))
         self.log_prob, self.bias = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(()))
         self.parent = self.query = self.child = None
@@ -94,7 +97,8 @@ def child_logits(
     states [n, D, H]; children [n, D, K, H], the candidates' embeddings; log_probs [n, D, K]; parents [n, M, H]
     embeddings; depths [n, M] int64 in 0..D-1: a parent's children are the candidates at that index of D.
     """
-    own = (states @ head.state)[..., None] + children @ head.token + head.log_prob * log_probs + head.bias
+    feature = draft_feature(log_probs, path=head.path is not None, exclusive=head.exclusive)
+    own = (states @ head.state)[..., None] + children @ head.token + head.log_prob * feature + head.bias
     logits = _at(own, depths)
     if head.path is not None:
         left = parents @ head.path.parent.T + _at(states @ head.path.query.T, depths)
@@ -198,10 +202,12 @@ def fit(
         lr=options.lr,
     )
     steps = options.epochs * math.ceil(len(train) / options.batch)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 0.5 * (1 + math.cos(math.pi * i / steps)))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: learning_rate(i, steps, options.warmup))
+    average = copy.deepcopy(module).requires_grad_(False)
+    done = 0
     rng = torch.Generator().manual_seed(options.seed)
     curve = [mean_loss(module.weights(), validation, embedding, 0.0)]
-    best = copy.deepcopy(module.state_dict())
+    best = copy.deepcopy(average.state_dict())
     for epoch in range(options.epochs):
         for drafts in _batches(train, options.batch, rng):
             loss = make_batch(drafts, embedding, options.rejected).loss(module.weights())
@@ -209,14 +215,27 @@ def fit(
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
-        curve.append(mean_loss(module.weights(), validation, embedding, 0.0))
+            done += 1
+            decay = min(options.ema, (1 + done) / (10 + done))
+            with torch.no_grad():
+                for mean, value in zip(average.parameters(), module.parameters(), strict=True):
+                    mean.lerp_(value, 1 - decay)
+        curve.append(mean_loss(average.weights(), validation, embedding, 0.0))
         log.info("epoch %d  training loss %.4f  validation loss %.4f", epoch + 1, float(loss.detach()), curve[-1])
         if curve[-1] == min(curve):
-            best = copy.deepcopy(module.state_dict())
+            best = copy.deepcopy(average.state_dict())
         elif len(curve) - 1 - curve.index(min(curve)) >= options.patience:
             break
     module.load_state_dict(best)
     return detached(module.weights()), curve
+
+
+def learning_rate(step: int, steps: int, warmup: float) -> float:
+    """Share of the learning rate at a step: linear over the first ``warmup`` of the steps, then a cosine to 0."""
+    rising = warmup * steps
+    if step < rising:
+        return (step + 1) / (rising + 1)
+    return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1.0, steps - rising)))
 
 
 def typical_size(values: Tensor) -> float:

@@ -3,10 +3,11 @@
 With h the draft state of a candidate's depth, e the target's token embeddings and p the draft's log-probability, a
 candidate c below the parent u has the logit
 
-    z = state . h + token . e(c) + log_prob * p(c) + bias  [ + (parent e(u) + query h) . (child e(c)) ].
+    z = state . h + token . e(c) + log_prob * x(c) + bias  [ + (parent e(u) + query h) . (child e(c)) ].
 
-The first four terms are the published head with its 2H + 2 parameters, the bracket is the path term of METHOD 3b. The
-conditional survival is sigmoid(z), or, since one token at most can follow, a softmax over a depth's candidates and
+The first four terms are the published head with its 2H + 2 parameters and x = p; the bracket is the path term of METHOD
+3b, and a head that has it reads x = ``draft_odds``, so that with log_prob = 1 and all else 0 it predicts exactly what the
+draft does: training starts there. The conditional survival is sigmoid(z), or, since one token at most can follow, a softmax over a depth's candidates and
 "none of them", whose logit is 0. With a single candidate the two agree.
 
 Letters in shapes: R requests, D horizon, K candidates, V vocabulary, H hidden size, r rank of the path term.
@@ -112,6 +113,25 @@ def prepare_head(weights: HeadWeights, embedding: Iterable[Tensor]) -> TreeHead:
     return TreeHead(state, products[:, 0] + weights.bias, weights.log_prob, tables, weights.exclusive)
 
 
+RESIDUAL_FLOOR = 1e-6
+"""Least chance of "none" in ``draft_odds``: float32 sums of probabilities are no better than that."""
+
+
+def draft_odds(log_probs: Tensor, exclusive: bool) -> Tensor:
+    """The logits [..., K] whose ``log_chance`` is log_probs [..., K]: log p - log(1 - p); exclusive, log p - log(1 - sum
+    of p), against the mass that the draft leaves to tokens that are no candidates. -inf stays -inf.
+    """
+    taken = log_probs.exp()
+    if exclusive:
+        taken = taken.sum(-1, keepdim=True)
+    return log_probs - (1.0 - taken).clamp(min=RESIDUAL_FLOOR).log()
+
+
+def draft_feature(log_probs: Tensor, *, path: bool, exclusive: bool) -> Tensor:
+    """x of the formula, [..., K]: what a head with or without a path term reads of the draft's probabilities."""
+    return draft_odds(log_probs, exclusive) if path else log_probs
+
+
 def head_edges(head: TreeHead, candidates: Candidates, hidden: Tensor, anchors: Tensor) -> Edges:
     """Conditional survival of every candidate (below every parent, where the head has a path term).
 
@@ -125,7 +145,7 @@ def head_edges(head: TreeHead, candidates: Candidates, hidden: Tensor, anchors: 
         return Edges(log_survival.unsqueeze(2), grows=False)
     kernel = get_kernel("path_edges", hidden.device.type)
     log_survival = kernel(
-        candidates.token_ids, candidates.log_probs, anchors, states, head.tokens, head.log_prob,
-        head.path.parents, head.path.children, head.exclusive,
+        candidates.token_ids, draft_feature(candidates.log_probs, path=True, exclusive=head.exclusive), anchors, states,
+        head.tokens, head.log_prob, head.path.parents, head.path.children, head.exclusive,
     )  # fmt: skip
     return Edges(log_survival, grows=True)
