@@ -6,9 +6,9 @@ candidate c below the parent u has the logit
     z = state . h + token . e(c) + log_prob * x(c) + bias  [ + (parent e(u) + query h) . (child e(c)) ].
 
 The first four terms are the published head with its 2H + 2 parameters and x = p; the bracket is the path term of METHOD
-3b, and a head that has it reads x = ``draft_odds``, so that with log_prob = 1 and all else 0 it predicts exactly what the
-draft does: training starts there. The conditional survival is sigmoid(z), or, since one token at most can follow, a softmax over a depth's candidates and
-"none of them", whose logit is 0. With a single candidate the two agree.
+3b, and a head that has it reads x = ``draft_odds``, so that with log_prob = 1 and all else 0 it predicts exactly what
+the draft does: training starts there. The conditional survival is sigmoid(z), or, since one token at most can follow, a
+softmax over a depth's candidates and "none of them", whose logit is 0. With a single candidate the two agree.
 
 Letters in shapes: R requests, D horizon, K candidates, V vocabulary, H hidden size, r rank of the path term.
 """
@@ -118,8 +118,9 @@ RESIDUAL_FLOOR = 1e-6
 
 
 def draft_odds(log_probs: Tensor, exclusive: bool) -> Tensor:
-    """The logits [..., K] whose ``log_chance`` is log_probs [..., K]: log p - log(1 - p); exclusive, log p - log(1 - sum
-    of p), against the mass that the draft leaves to tokens that are no candidates. -inf stays -inf.
+    """The logits [..., K] whose ``log_chance`` is log_probs [..., K]; -inf stays -inf.
+
+    log p - log(1 - p); exclusive, log p - log(1 - sum of p), against the mass that the draft leaves to other tokens.
     """
     taken = log_probs.exp()
     if exclusive:
