@@ -28,7 +28,8 @@ class FitOptions:
     rank: of the path term; 0 is the published linear head. exclusive: softmax over a parent's candidates and "none of
     them" instead of a sigmoid for each. warmup: share of the steps before the learning rate is whole. ema: of the
     averaged weights, which are the ones validated and kept. rejected: weight of the children of parents that the
-    target rejects; 1 counts all nodes alike, as METHOD 3 says. patience: epochs without a better validation loss before the fit ends.
+    target rejects; 1 counts all nodes alike, as METHOD 3 says. patience: epochs without a better
+    validation loss before the fit ends.
     """
 
     seed: int = 0
