@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import requests
 
+from sglang_d3tree.demo.scenes import scenes
 from sglang_d3tree.demo.tour import demo_image
 
 SECONDS_TO_START = 400
@@ -65,6 +66,8 @@ def test_demo_chat_looks_at_the_image_and_shows_the_accept_length_of_every_answe
     assert demo.returncode == 0
     assert f"attached {picture}" in said
     assert "cannot read '/no/such.png'" in said
-    assert "image" in said.split("attached", 1)[1].lower()
+    scene = next(scenes(7, held_out=True))
+    answer = said.split("attached", 1)[1].split("you>")[1]
+    assert any(thing.shape in answer for thing in scene.things), answer
     lengths = re.findall(r"\[accept length (\d+\.\d+) in \d+ rounds\]", said)
     assert len(lengths) == 2 and all(float(length) >= 1.0 for length in lengths)
