@@ -109,7 +109,7 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser], ch
 def _add_init_drafter(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     init = commands.add_parser("init-drafter", help="write an untrained drafter that fits a target")
     init.add_argument("--target", required=True, help="checkpoint directory of the target")
-    init.add_argument("--output", required=True, help="where the drafter goes")
+    init.add_argument("--out", required=True, help="where the drafter goes")
     init.add_argument("--layers", type=int, default=2, help="draft layers")
     init.add_argument("--block-size", type=int, default=8, help="drafted block, anchor included")
     init.add_argument("--seed", type=int, default=0, help="seed of the random weights")
@@ -119,7 +119,7 @@ def _add_init_drafter(commands: argparse._SubParsersAction[argparse.ArgumentPars
 def _run_init_drafter(args: argparse.Namespace) -> int:
     from sglang_d3tree.train.drafter import init_drafter
 
-    print(init_drafter(args.target, args.output, layers=args.layers, block_size=args.block_size, seed=args.seed))
+    print(init_drafter(args.target, args.out, layers=args.layers, block_size=args.block_size, seed=args.seed))
     return 0
 
 

@@ -19,7 +19,7 @@ from sglang_d3tree.paths import cache_directory
 def serve(pair: DemoPair) -> None:
     """Keep a D3TREE server up until interrupted; prints a request to try."""
     with Server(d3tree_arguments(pair), name="d3tree server") as server:
-        body = {"model": "default", "messages": [chat_message("Tell me about the sea.")]}
+        body: dict[str, Any] = {"model": "default", "messages": [chat_message("Tell me about the sea.")]}
         body |= {"max_tokens": 64, "temperature": 0}
         print(f"Serving at {server.url}; stop with Ctrl-C. Try:\n")
         print(f"curl {server.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n")
