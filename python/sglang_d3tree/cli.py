@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,9 +49,15 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     demo.set_defaults(run=_run_demo)
 
 
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
 def _run_demo(args: argparse.Namespace) -> int:
     from sglang_d3tree.demo.pair import prepare_pair
 
+    # The server is a process group of its own: ended by a signal without this, the demo would leave it running.
+    signal.signal(signal.SIGTERM, _end)
     pair = prepare_pair()
     if args.serve:
         from sglang_d3tree.demo.chat import serve

@@ -19,7 +19,8 @@ from sglang_d3tree.paths import cache_directory
 def serve(pair: DemoPair) -> None:
     """Keep a D3TREE server up until interrupted; prints a request to try."""
     with Server(d3tree_arguments(pair), name="d3tree server") as server:
-        body = {"model": "default", "messages": [chat_message("Tell me about the sea.")], "max_tokens": 64}
+        body: dict[str, Any] = {"model": "default", "messages": [chat_message("Tell me about the sea.")]}
+        body |= {"max_tokens": 64, "temperature": 0}
         print(f"Serving at {server.url}; stop with Ctrl-C. Try:\n")
         print(f"curl {server.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n")
         try:
@@ -72,6 +73,8 @@ def _answer(url: str, messages: list[dict[str, Any]]) -> str:
         "model": "default",
         "messages": messages,
         "max_tokens": 256,
+        # A model this small loses its thread when it draws its words.
+        "temperature": 0,
         "stream": True,
         "return_spec_tokens_details": True,
     }

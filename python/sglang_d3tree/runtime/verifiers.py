@@ -34,7 +34,7 @@ def prepare_capture(model: Any) -> None:
         type(model).set_dflash_layers_to_capture = capture
 
 
-def check_family(architectures: list[str]) -> None:
+def check_family(architectures: list[str], flag: str = "--model-path") -> None:
     """Refuse a target whose capture and positions nobody has checked.
 
     Raises:
@@ -42,7 +42,7 @@ def check_family(architectures: list[str]) -> None:
     """
     if not any(name in VERIFIERS for name in architectures):
         raise ValueError(
-            f"--model-path has architecture {', '.join(architectures)}, which D3TREE cannot verify with; known: "
+            f"{flag} has architecture {', '.join(architectures)}, which D3TREE cannot verify with; known: "
             f"{', '.join(VERIFIERS)}."
         )
 

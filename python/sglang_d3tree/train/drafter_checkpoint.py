@@ -12,9 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from sglang_d3tree.demo.target import CONTEXT_LENGTH, MASK_TOKEN_ID, atomic_directory
+from sglang_d3tree.demo.target import CONTEXT_LENGTH, atomic_directory
 from sglang_d3tree.train.drafter_model import DrafterConfig, DrafterModel
-from sglang_d3tree.train.tower import default_capture_layers, read_dims
+from sglang_d3tree.train.tower import default_capture_layers
+
+# What tokenizers call special tokens that no text is encoded to.
+_RESERVED = ("mask", "reserved", "unused", "empty_output")
 
 
 @dataclass(frozen=True)
@@ -46,26 +49,65 @@ def drafter_config(
     block_size: int = 8,
     intermediate_size: int | None = None,
     target_layer_ids: Sequence[int] | None = None,
-    mask_token_id: int = MASK_TOKEN_ID,
+    mask_token_id: int | None = None,
 ) -> DrafterConfig:
-    """A drafter that fits the target: same width, heads and rotary base."""
-    dims = read_dims(target_dir)
-    text = json.loads((target_dir / "config.json").read_text())["text_config"]
+    """A drafter that fits the target: same width, heads and rotary base.
+
+    Raises:
+        ValueError: naming ``--target``, where there is no readable config.json or an unknown family.
+    """
+    text = _text_config(target_dir)
+    heads, rope = text["num_attention_heads"], text["rope_parameters"]
     return DrafterConfig(
-        hidden_size=dims.hidden_size,
+        hidden_size=text["hidden_size"],
         intermediate_size=intermediate_size or text["intermediate_size"],
         num_layers=layers,
-        num_heads=dims.num_heads,
-        num_kv_heads=dims.num_kv_heads,
-        head_dim=dims.head_dim,
-        vocab_size=dims.vocab_size,
-        rms_norm_eps=dims.rms_norm_eps,
-        rope_theta=dims.rope_theta,
+        num_heads=heads,
+        num_kv_heads=text["num_key_value_heads"],
+        head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+        vocab_size=text["vocab_size"],
+        rms_norm_eps=text["rms_norm_eps"],
+        rope_theta=rope["rope_theta"],
         block_size=block_size,
-        num_target_layers=dims.num_layers,
-        target_layer_ids=tuple(target_layer_ids or default_capture_layers(dims.num_layers)),
-        mask_token_id=mask_token_id,
+        num_target_layers=text["num_hidden_layers"],
+        target_layer_ids=tuple(target_layer_ids or default_capture_layers(text["num_hidden_layers"])),
+        mask_token_id=_mask_token(target_dir, text["vocab_size"]) if mask_token_id is None else mask_token_id,
     )
+
+
+def _mask_token(target_dir: Path, vocabulary: int) -> int:
+    """An id that text never contains: the demo's, a reserved token's, or one that the tokenizer leaves free.
+
+    Raises:
+        ValueError: naming ``--target``, where every id is in use.
+    """
+    path = target_dir / "tokenizer.json"
+    if not path.exists():
+        raise ValueError(f"--target {target_dir} has no tokenizer.json to choose a mask token from.")
+    raw = json.loads(path.read_text())
+    added = {token["content"]: token["id"] for token in raw["added_tokens"]}
+    used = {*added.values(), *raw["model"]["vocab"].values()}
+    reserved = [i for name, i in added.items() if any(word in name.lower() for word in _RESERVED) and i < vocabulary]
+    if reserved:
+        return max(reserved)
+    free = next((i for i in range(max(used) + 1, vocabulary)), None)
+    if free is None:
+        raise ValueError(f"--target {target_dir} has no reserved token and no free id that could be a mask token.")
+    return free
+
+
+def _text_config(target_dir: Path) -> dict[str, Any]:
+    """The language tower's settings, defaults of its family included."""
+    from transformers import AutoConfig
+
+    from sglang_d3tree.runtime.verifiers import check_family
+
+    if not (target_dir / "config.json").exists():
+        raise ValueError(f"--target {target_dir} is no checkpoint directory: it has no config.json.")
+    config = AutoConfig.from_pretrained(target_dir)
+    check_family(list(config.architectures or []), "--target")
+    text: dict[str, Any] = config.get_text_config().to_dict()
+    return text
 
 
 def new_drafter(config: DrafterConfig, seed: int) -> DrafterModel:

@@ -37,7 +37,7 @@ constexpr float kLowest = std::numeric_limits<float>::lowest();
 #if defined(__AVX512F__)
 constexpr int kTileRows = 6, kTileVecs = 4;
 #else
-constexpr int kTileRows = 6, kTileVecs = 1;
+constexpr int kTileRows = 6, kTileVecs = 2;
 #endif
 
 enum class Mode : int64_t { kCausal = 0, kBidirectional = 1, kTree = 2 };
@@ -50,16 +50,30 @@ inline Vec vec_tanh(Vec x) {
   return 1.0f - 2.0f / (vec_exp(x + x) + 1.0f);
 }
 
-#if defined(__clang__) || __GNUC__ >= 12
-// Four rounds of interleaving row i with row i + 8 transpose a 16 x 16 block.
+#if (defined(__clang__) || __GNUC__ >= 12) && defined(__AVX__)
+inline Vec interleave_low(Vec a, Vec b) {
+#if defined(__AVX512F__)
+  return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+#else
+  return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+#endif
+}
+
+inline Vec interleave_high(Vec a, Vec b) {
+#if defined(__AVX512F__)
+  return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#else
+  return __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+#endif
+}
+
+// Interleaving each row of the first half with its partner in the second, log2(kLanes) times, transposes a square.
 inline void transpose(Vec (&block)[kLanes]) {
-  for (int round = 0; round < 4; ++round) {
+  for (int64_t round = 1; round < kLanes; round *= 2) {
     Vec next[kLanes];
     for (int i = 0; i < kLanes / 2; ++i) {
-      const Vec a = block[i], b = block[i + kLanes / 2];
-      next[2 * i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-      next[2 * i + 1] =
-          __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+      next[2 * i] = interleave_low(block[i], block[i + kLanes / 2]);
+      next[2 * i + 1] = interleave_high(block[i], block[i + kLanes / 2]);
     }
     for (int i = 0; i < kLanes; ++i) block[i] = next[i];
   }
@@ -75,7 +89,7 @@ inline void transpose(Vec (&block)[kLanes]) {
 
 // ---- small matrix products ------------------------------------------------------------------------------------
 
-// c[Rows, Vecs * 16] = a[Rows, depth] * b[depth, Vecs * 16], plus row_scale * c when kAdd.
+// c[Rows, Vecs * kLanes] = a[Rows, depth] * b[depth, Vecs * kLanes], plus row_scale * c when kAdd.
 template <int Rows, int Vecs, bool kAdd>
 inline void product_tile(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t depth,
                          const float* row_scale, float* c, int64_t ldc) {
@@ -114,7 +128,7 @@ inline void product_columns(int64_t rows, const float* a, int64_t lda, const flo
                                                ldc);
 }
 
-// columns is a multiple of 16.
+// columns is a multiple of kLanes.
 template <bool kAdd>
 void product(int64_t rows, int64_t columns, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t depth,
              const float* row_scale, float* c, int64_t ldc) {

@@ -33,7 +33,7 @@ void for_each_row(int64_t rows, int64_t values_per_row, const Fn& fn) {
   });
 }
 
-// The last values of a row whose length is no multiple of sixteen; missing ones are zeros.
+// The last values of a row whose length is no multiple of kLanes; missing ones are zeros.
 template <typename T>
 inline Vec load_some(const T* from, int64_t count) {
   alignas(64) T padded[kLanes] = {};
@@ -48,7 +48,7 @@ inline void store_some(T* to, Vec value, int64_t count) {
   std::memcpy(static_cast<void*>(to), padded, count * sizeof(T));
 }
 
-// fn(at, load function, store function) for every group of sixteen values, the last one perhaps shorter.
+// fn(at, load function, store function) for every group of kLanes values, the last one perhaps shorter.
 template <typename Fn>
 inline void for_each_group(int64_t size, const Fn& fn) {
   int64_t at = 0;

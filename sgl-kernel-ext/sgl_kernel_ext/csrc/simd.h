@@ -1,4 +1,5 @@
-// Sixteen floats at a time, in the compiler's own vector types, so that every instruction set gets its best.
+// As many floats at a time as a register holds, in the compiler's own vector types. Wider ones would be legal, but
+// compilers keep those in memory: matrix products then run ten times slower.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -8,19 +9,31 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 namespace sgl_kernel_ext {
 
+#if defined(__AVX512F__)
 constexpr int64_t kLanes = 16;
+#elif defined(__AVX__)
+constexpr int64_t kLanes = 8;
+#else
+constexpr int64_t kLanes = 4;
+#endif
 
-using Vec = float __attribute__((vector_size(64)));
-using IntVec = int32_t __attribute__((vector_size(64)));
-using HalfWords = uint16_t __attribute__((vector_size(32)));
-using Words = uint32_t __attribute__((vector_size(64)));
+using Vec = float __attribute__((vector_size(4 * kLanes)));
+using IntVec = int32_t __attribute__((vector_size(4 * kLanes)));
+using HalfWords = uint16_t __attribute__((vector_size(2 * kLanes)));
+using Words = uint32_t __attribute__((vector_size(4 * kLanes)));
 
+template <size_t... Lane>
+inline Vec splat_lanes(float value, std::index_sequence<Lane...>) {
+  return Vec{((void)Lane, value)...};
+}
+
+// A plain broadcast; 0 + value would cost an addition to keep the sign of zeros.
 inline Vec splat(float value) {
-  const float v = value;  // a plain broadcast; 0 + value would cost an addition to keep the sign of zeros
-  return Vec{v, v, v, v, v, v, v, v, v, v, v, v, v, v, v, v};
+  return splat_lanes(value, std::make_index_sequence<kLanes>{});
 }
 
 inline Vec load(const float* from) {

@@ -1,4 +1,4 @@
-// Sums and exponentials of sixteen floats at a time, for the kernels that order candidates.
+// Sums and exponentials of kLanes floats at a time, for the kernels that order candidates.
 #pragma once
 
 #include "simd.h"
